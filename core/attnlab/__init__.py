@@ -1,0 +1,122 @@
+"""attnlab: attention variants behind one contract, chosen by name.
+
+Everything public is here and resolved on first use (PEP 562), so `import attnlab` and listing the
+registry import no torch. The names below are the stable surface; see README, "Stability".
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+API_VERSION = 1
+"""The plugin interface's version. It grows by one when a correct plugin could break; see README."""
+
+# public name -> module that holds it
+_HOMES = {
+    "Attention": "attnlab.interface",
+    "AttentionMask": "attnlab.mask",
+    "AttentionOutput": "attnlab.call",
+    "AttnlabError": "attnlab.errors",
+    "Call": "attnlab.call",
+    "Capabilities": "attnlab.capabilities",
+    "FeatureMapAttention": "attnlab.families.feature_map",
+    "GateSpec": "attnlab.capabilities",
+    "InvalidInput": "attnlab.errors",
+    "KnownFailure": "attnlab.capabilities",
+    "MultiHeadAttention": "attnlab.modules",
+    "PluginError": "attnlab.errors",
+    "Reason": "attnlab.capabilities",
+    "RecurrentAttention": "attnlab.families.recurrence",
+    "Registry": "attnlab.registry",
+    "RegistryFileError": "attnlab.errors",
+    "Request": "attnlab.request",
+    "ScoreAttention": "attnlab.families.score",
+    "UnknownVariant": "attnlab.errors",
+    "UnsupportedRequest": "attnlab.errors",
+    "VariantUnavailable": "attnlab.errors",
+    "Visibility": "attnlab.visibility",
+    "attend": "attnlab.functional",
+    "attention": "attnlab.functional",
+    "create": "attnlab.catalogue",
+    "default_registry": "attnlab.catalogue",
+    "hookimpl": "attnlab.hooks",
+    "info": "attnlab.catalogue",
+    "names": "attnlab.catalogue",
+    "run_checks": "attnlab.conformance",
+}
+
+__all__ = [
+    "API_VERSION",
+    "Attention",
+    "AttentionMask",
+    "AttentionOutput",
+    "AttnlabError",
+    "Call",
+    "Capabilities",
+    "FeatureMapAttention",
+    "GateSpec",
+    "InvalidInput",
+    "KnownFailure",
+    "MultiHeadAttention",
+    "PluginError",
+    "Reason",
+    "RecurrentAttention",
+    "Registry",
+    "RegistryFileError",
+    "Request",
+    "ScoreAttention",
+    "UnknownVariant",
+    "UnsupportedRequest",
+    "VariantUnavailable",
+    "Visibility",
+    "__version__",
+    "attend",
+    "attention",
+    "create",
+    "default_registry",
+    "hookimpl",
+    "info",
+    "names",
+    "run_checks",
+]
+
+if TYPE_CHECKING:
+    from attnlab.call import AttentionOutput, Call
+    from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
+    from attnlab.catalogue import create, default_registry, info, names
+    from attnlab.conformance import run_checks
+    from attnlab.errors import (
+        AttnlabError,
+        InvalidInput,
+        PluginError,
+        RegistryFileError,
+        UnknownVariant,
+        UnsupportedRequest,
+        VariantUnavailable,
+    )
+    from attnlab.families.feature_map import FeatureMapAttention
+    from attnlab.families.recurrence import RecurrentAttention
+    from attnlab.families.score import ScoreAttention
+    from attnlab.functional import attend, attention
+    from attnlab.hooks import hookimpl
+    from attnlab.interface import Attention
+    from attnlab.mask import AttentionMask
+    from attnlab.modules import MultiHeadAttention
+    from attnlab.registry import Registry
+    from attnlab.request import Request
+    from attnlab.visibility import Visibility
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'attnlab' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

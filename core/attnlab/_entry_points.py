@@ -1,0 +1,76 @@
+"""What installed packages announce, read from their metadata: no package is imported here.
+
+Needs only the standard library. The registry and the hooks both start from it, so that both honour
+`ATTNLAB_DISABLE` before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One entry point: its `name`, its `value` and the distribution (`owner`, "" if unknown) that has it."""
+
+    name: str
+    value: str
+    owner: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint | None = field(compare=False)
+
+
+def announcements(group: str) -> tuple[list[Announcement], list[str]]:
+    """The entry points of `group`, in the order of `sys.path`, and a sentence for each unreadable package."""
+    problems: list[str] = []
+    try:
+        found = list(importlib.metadata.entry_points(group=group))
+    except Exception:  # one package with broken metadata makes the call above fail for all of them
+        found = []
+        for distribution in importlib.metadata.distributions():
+            try:
+                found.extend(p for p in distribution.entry_points if p.group == group)
+            except Exception as error:
+                where = getattr(distribution, "_path", None) or "an installed package"
+                problems.append(f"{where}: its entry points cannot be read ({type(error).__name__}: {error})")
+    unique: dict[tuple[str, str, str], Announcement] = {}
+    for point in found:
+        owner, version = _identity(point)
+        made = Announcement(point.name, point.value, owner, version, point)
+        unique.setdefault((normalised(owner), point.name, point.value), made)
+    return list(unique.values()), problems
+
+
+def disabled(environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    """The normalised names in `ATTNLAB_DISABLE`, a comma-separated list of variants and distributions."""
+    listed = (os.environ if environ is None else environ).get("ATTNLAB_DISABLE", "")
+    return frozenset(normalised(part.strip()) for part in listed.split(",") if part.strip())
+
+
+def installed(name: str) -> bool:
+    """Whether a distribution of that name is installed."""
+    try:
+        importlib.metadata.distribution(name)
+    except Exception:  # missing, or broken metadata
+        return False
+    return True
+
+
+def normalised(name: str) -> str:
+    """A distribution's name as package indexes compare it (PEP 503): `My_Pkg` and `my.pkg` are `my-pkg`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _identity(point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    """The name and version of the distribution behind an entry point, as far as its metadata tells."""
+    try:
+        distribution = point.dist
+        if distribution is None:
+            return "", ""
+        return distribution.metadata["Name"] or "", distribution.metadata["Version"] or ""
+    except Exception:
+        return "", ""

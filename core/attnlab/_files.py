@@ -1,0 +1,95 @@
+"""Files that are whole or absent: atomic writes, durable appends and the user's own folder.
+
+Needs only the standard library; anything in attnlab may import it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
+    """Replace the file at `path` by `text` (UTF-8): readers see the old or the new, whole.
+
+    Line ends stay as given. Missing parent folders are made. A symbolic link keeps pointing at the file,
+    which is replaced. What fails half way leaves the old file and no other. Raises `OSError`.
+    """
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        # "x" through open() honours the umask, which tempfile's 0600 would not.
+        with open(scratch, "x", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(OSError):
+            os.chmod(scratch, target.stat().st_mode & 0o777)
+        os.replace(scratch, target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def append_line_durable(path: str | os.PathLike[str], line: str) -> None:
+    """Add `line` and a newline to the file at `path`, on disk when this returns.
+
+    A last line that a killed process left without its newline is ended first, so a torn record can
+    spoil only itself. Missing parent folders are made. `line` must hold no line break (`ValueError`).
+    """
+    if "\n" in line or "\r" in line:
+        raise ValueError(f"append_line_durable: a line must hold no line break, got {line[:60]!r}")
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        torn = False
+        if size:
+            file.seek(size - 1)
+            torn = file.read(1) != b"\n"
+        data = memoryview((b"\n" if torn else b"") + line.encode("utf-8") + b"\n")
+        while data:
+            data = data[file.write(data) :]
+        os.fsync(file.fileno())
+
+
+def config_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of the user's `registry.yaml` and `trust.json`, made by nobody until something is written.
+
+    `$ATTNLAB_HOME` wins; else `$XDG_CONFIG_HOME/attnlab` or `~/.config/attnlab`,
+    `~/Library/Application Support/attnlab` on macOS, `%APPDATA%\\attnlab` on Windows. None where the
+    user has no home folder.
+    """
+    env = os.environ if environ is None else environ
+    if env.get("ATTNLAB_HOME"):
+        return Path(os.path.expanduser(env["ATTNLAB_HOME"]))
+    if sys.platform == "win32" and env.get("APPDATA"):
+        return Path(env["APPDATA"]) / "attnlab"
+    # The XDG specification tells to ignore a relative path.
+    if sys.platform not in ("win32", "darwin") and os.path.isabs(env.get("XDG_CONFIG_HOME", "")):
+        return Path(env["XDG_CONFIG_HOME"]) / "attnlab"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    if sys.platform == "win32":
+        return home / "AppData" / "Roaming" / "attnlab"
+    if sys.platform == "darwin":
+        return home / "Library" / "Application Support" / "attnlab"
+    return home / ".config" / "attnlab"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable where the system can (Windows cannot open a folder)."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,89 @@
+"""What goes into `Attention.attend` and what comes out of it. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from attnlab.state import State
+from attnlab.visibility import Visibility
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class AttentionOutput(NamedTuple):
+    """`out [B, Hq, Lq, Dv]`; `weights [B, Hq, Lq, Lk]` before dropout, `lse [B, Hq, Lq]` and `state` where asked for."""
+
+    out: Tensor
+    weights: Tensor | None = None
+    lse: Tensor | None = None
+    state: State | None = None
+
+
+class Call:
+    """One call as `attend` sees it: judged, with visibility settled and absent slots cleaned.
+
+    visibility: who sees whom; None where every query sees every key.
+    scale: the caller's, None where the formula's default holds.
+    recording: whether autograd records this call. The rest as in `Attention.forward`.
+    """
+
+    __slots__ = (
+        "bias",
+        "dropout_p",
+        "gates",
+        "need_lse",
+        "need_weights",
+        "recording",
+        "scale",
+        "score_mod",
+        "sinks",
+        "softcap",
+        "state",
+        "visibility",
+    )
+
+    def __init__(
+        self,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+        score_mod: ScoreMod | None = None,
+        sinks: Tensor | None = None,
+        gates: Mapping[str, Tensor] | None = None,
+        dropout_p: float = 0.0,
+        need_weights: bool = False,
+        need_lse: bool = False,
+        state: State | None = None,
+        recording: bool = False,
+    ) -> None:
+        self.visibility, self.scale, self.bias, self.softcap = visibility, scale, bias, softcap
+        self.score_mod, self.sinks, self.gates, self.dropout_p = score_mod, sinks, gates, dropout_p
+        self.need_weights, self.need_lse, self.state, self.recording = (
+            need_weights,
+            need_lse,
+            state,
+            recording,
+        )
+
+
+def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:
+    """What decides how a call without further arguments is judged; None where the inputs are no tensors."""
+    try:
+        on_cpu = query.is_cpu and key.is_cpu and value.is_cpu
+        return (
+            variant,
+            query.shape,
+            key.shape,
+            value.shape,
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            causal,
+            on_cpu or (query.device, key.device, value.device),
+        )
+    except AttributeError:
+        return None

@@ -1,0 +1,24 @@
+"""The machinery that families and plugins share: pure torch, any device. Stable for plugins.
+
+heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  fused: torch's fused kernels.
+linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
+"""
+
+from attnlab.engines.fused import fused_attention
+from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups
+from attnlab.engines.linear import align_to_queries, causal_linear, linear_attention
+from attnlab.engines.scan import scan_recurrence
+from attnlab.engines.tiled import Scoring, tiled_attention
+
+__all__ = [
+    "Scoring",
+    "accumulation_dtype",
+    "align_to_queries",
+    "causal_linear",
+    "expand_heads",
+    "fold_groups",
+    "fused_attention",
+    "linear_attention",
+    "scan_recurrence",
+    "tiled_attention",
+]

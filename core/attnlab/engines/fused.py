@@ -1,0 +1,68 @@
+"""torch's fused attention, wherever a request of softmax dot-product attention fits it. Needs torch.
+
+torch's function means True = may attend and aligns `is_causal` top-left; it takes `is_causal` or a mask, not both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from attnlab.call import Call
+
+# A mask that must be built is built up to this many elements (bytes, as bool); beyond, tiles need less memory.
+MASK_ELEMENTS = 1 << 24
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
+) -> Tensor | None:
+    """`out [B, Hq, Lq, Dv]` by torch's function, or None where the request does not fit it.
+
+    `scale` None is torch's default, `Dk^-0.5`. What decides is the request: its flags and shapes, never values.
+    """
+    if (
+        call.softcap is not None
+        or call.score_mod is not None
+        or call.sinks is not None
+        or call.need_weights
+        or call.need_lse
+        or call.dropout_p
+    ):
+        return None
+    grouped = query.shape[1] != key.shape[1]
+    seen = call.visibility
+    if seen is None and call.bias is None:
+        return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
+    mask: Tensor | None = None
+    if seen is not None:
+        if seen.only_causal and seen.key_present is None and call.bias is None and _is_zero(seen.offset):
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+            )
+        if seen.mask_mod is not None:
+            return None
+        if seen.positional or seen.query_segments is not None:
+            rows = query.shape[0] if seen.key_present is not None or seen.query_segments is not None else 1
+            rows = max(rows, query.shape[0] if isinstance(seen.offset, Tensor) else 1)
+            if rows * query.shape[2] * key.shape[2] > MASK_ELEMENTS:
+                return None
+        if seen.pairwise:
+            mask = seen.dense()
+        elif seen.key_present is not None:
+            mask = seen.key_present[:, None, None, :].expand(-1, -1, query.shape[2], -1)
+    if call.bias is not None:
+        bias = call.bias.to(query.dtype)
+        if mask is None:
+            mask = bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])
+        else:
+            mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=query.dtype, device=query.device))
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _is_zero(offset: int | Tensor) -> bool:
+    return isinstance(offset, int) and offset == 0

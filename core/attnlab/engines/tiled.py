@@ -1,0 +1,251 @@
+"""Softmax attention of any score over tiles, in memory that does not grow with `Lq Lk`. Needs torch.
+
+Notation: tq, tk tile sides; s scores; m row maximum; p = exp(s - m); z = sum p; n = sum p v. With autograd off the
+softmax is online (Milakov and Gimelshein 2018; Rabe and Staats 2021): one pass. With autograd on, a first pass finds m
+without a graph (it cancels in n / z, so its derivative is zero), then each tile's (n, z) is a checkpoint that backward
+recomputes: gradients reach whatever the score touches, closures included. One tile covers small inputs: the plain formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnlab.engines.heads import accumulation_dtype, expand_heads
+from attnlab.errors import InvalidInput
+from attnlab.visibility import Visibility
+
+if TYPE_CHECKING:
+    from attnlab.call import ScoreMod
+
+# Elements of the largest temporary of one tile: 2^20 float32 are 4 MiB, near the second-level caches of two cores.
+TILE_ELEMENTS = 1 << 20
+# Scores up to this many form one tile, the plain formula: cheaper than several while memory is of no concern.
+PLAIN_ELEMENTS = 1 << 21
+SMALLEST_SIDE = 64
+
+
+class Scoring(NamedTuple):
+    """How a tile is scored: `scores(query, key, query_positions, key_positions) -> [B, Hq, tq, tk]` and what follows it.
+
+    `reweight(query, query_positions, key_positions)` gives a factor on normalised weights, broadcastable likewise. `cost` is
+    the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score).
+    """
+
+    scores: Callable[..., Tensor]
+    scale: float
+    softcap: float | None = None
+    score_mod: ScoreMod | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    reweight: Callable[..., Tensor] | None = None
+    dropout_p: float = 0.0
+    cost: int = 1
+
+
+class Result(NamedTuple):
+    """`out [B, Hq, Lq, Dv]`, `weights [B, Hq, Lq, Lk]` or None, `lse [B, Hq, Lq]` in float32 or better."""
+
+    out: Tensor
+    weights: Tensor | None
+    lse: Tensor
+
+
+def tile_sides(pairs: int, query_length: int, key_length: int, cost: int) -> tuple[int, int]:
+    """`(tq, tk)` for `pairs = B Hq` matrices; the whole matrix where it is small."""
+    if pairs * query_length * key_length * cost <= PLAIN_ELEMENTS:
+        return query_length, key_length
+    budget = max(TILE_ELEMENTS // max(pairs * cost, 1), 1)
+    floor = SMALLEST_SIDE if cost == 1 else 8
+    side = max(floor, 1 << (int(budget**0.5).bit_length() - 1))
+    tq = min(side, query_length)
+    return tq, min(max(side, budget // tq), key_length)
+
+
+def tiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
+    visibility: Visibility | None,
+    *,
+    recording: bool,
+    need_weights: bool = False,
+) -> Result:
+    """Softmax attention of `scoring` over `query [B, Hq, Lq, *]`, `key [B, H, Lk, *]`, `value [B, Hkv, Lk, Dv]`.
+
+    A query that sees nothing gives out 0, weights 0, lse -inf and zero gradient. Weights are before dropout; asking for them
+    takes the one-tile path, whose memory is theirs. The results are in `accumulation_dtype`; the caller casts.
+    """
+    batch, heads, lq, _ = query.shape
+    lk = key.shape[2]
+    if visibility is None:
+        visibility = Visibility(batch, heads, lq, lk, query.device)
+    job = _Job(query, key, value, scoring, visibility)
+    tq, tk = tile_sides(batch * heads, lq, lk, scoring.cost)
+    if need_weights or torch.compiler.is_compiling() or (tq >= lq and tk >= lk):
+        return job.plain(need_weights)
+    rows = [
+        job.row_recorded(q, min(q + tq, lq), tk) if recording else job.row_online(q, min(q + tq, lq), tk)
+        for q in range(0, lq, tq)
+    ]
+    return Result(torch.cat([r[0] for r in rows], 2), None, torch.cat([r[1] for r in rows], 2))
+
+
+class _Job:
+    """One call's tensors; its methods compute the plain formula, a row block online, or a row block with a graph."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, visibility: Visibility
+    ) -> None:
+        self.query, self.key, self.value, self.how, self.seen = query, key, value, scoring, visibility
+        self.heads = query.shape[1]
+        self.dtype = accumulation_dtype(value.dtype)
+
+    def scores(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        """Scores of a tile up to and including hiding, `[B, Hq, tq, tk]` in the accumulation dtype."""
+        how, seen = self.how, self.seen
+        query = self.query[:, :, q0:q1]
+        key = expand_heads(self.key[:, :, k0:k1], self.heads)
+        s = how.scores(
+            query,
+            key,
+            query_positions=seen.query_positions[..., q0:q1],
+            key_positions=seen.key_positions[..., k0:k1],
+        ).to(self.dtype)
+        if how.scale != 1.0:
+            s = s * how.scale
+        if how.softcap is not None:
+            s = how.softcap * torch.tanh(s / how.softcap)
+        if how.score_mod is not None:
+            s = _modified(how.score_mod, s, seen.indices(q0, q1, k0, k1))
+        if how.bias is not None:
+            s = s + _part(_part(how.bias, 2, q0, q1), 3, k0, k1).to(self.dtype)
+        visible = seen.tile(q0, q1, k0, k1)
+        return s if visible is None else s.masked_fill(~visible, -torch.inf)
+
+    def plain(self, need_weights: bool) -> Result:
+        """The formula as written, over the whole matrix at once."""
+        lq, lk = self.query.shape[2], self.key.shape[2]
+        s = self.scores(0, lq, 0, lk)
+        peak = s.detach().amax(-1, keepdim=True)  # [B, H, Lq, 1]
+        alive = peak > -torch.inf
+        m = self._with_sinks(peak)
+        p = torch.exp(s - m)
+        z = self._sum_with_sinks(p.sum(-1, keepdim=True), m)
+        w = p / torch.where(alive, z, torch.ones_like(z))
+        if self.how.sinks is not None:
+            w = torch.where(alive, w, torch.zeros_like(w))
+        lse = torch.where(alive, m + torch.log(torch.where(alive, z, torch.ones_like(z))), -torch.inf)
+        used = self._reweighted(w, 0, lq, 0, lk)
+        return Result(self._dropped(used) @ self._values(0, lk), used if need_weights else None, lse[..., 0])
+
+    def row_online(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor]:
+        """A row block without a graph, one pass: `(out, lse)`."""
+        m = self.query.new_full((*self.query.shape[:2], q1 - q0, 1), -torch.inf, dtype=self.dtype)
+        z = torch.zeros_like(m)
+        n = m.new_zeros(*m.shape[:3], self.value.shape[3])
+        for k0, k1 in self._tiles(q0, q1, tk):
+            s = self.scores(q0, q1, k0, k1)
+            higher = torch.maximum(m, s.amax(-1, keepdim=True))
+            base = torch.where(higher > -torch.inf, higher, torch.zeros_like(higher))
+            p = torch.exp(s.sub_(base) if s.is_contiguous() else s - base)
+            fade = torch.exp(m - base)
+            z = z * fade + p.sum(-1, keepdim=True)
+            n = n * fade + self._dropped(self._reweighted(p, q0, q1, k0, k1)) @ self._values(k0, k1)
+            m = higher
+        alive = m > -torch.inf
+        top = self._with_sinks(m)
+        fade = torch.exp(torch.where(alive, m - top, torch.zeros_like(m)))
+        z = self._sum_with_sinks(z * fade, top)
+        return self._finish(n * fade, z, top, alive)
+
+    def row_recorded(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor]:
+        """A row block whose tiles are recomputed in backward: `(out, lse)`."""
+        tiles = self._tiles(q0, q1, tk)
+        with torch.no_grad():
+            m = self.query.new_full((*self.query.shape[:2], q1 - q0, 1), -torch.inf, dtype=self.dtype)
+            for k0, k1 in tiles:
+                m = torch.maximum(m, self.scores(q0, q1, k0, k1).amax(-1, keepdim=True))
+            alive = m > -torch.inf
+            top = self._with_sinks(m)
+        n: Any = self.value.new_zeros(*top.shape[:3], self.value.shape[3], dtype=self.dtype)
+        z: Any = torch.zeros_like(top)
+        for k0, k1 in tiles:
+            tile_n, tile_z = checkpoint(
+                self._sums,
+                q0,
+                q1,
+                k0,
+                k1,
+                top,
+                use_reentrant=False,
+                preserve_rng_state=self.how.dropout_p > 0,
+            )
+            n, z = n + tile_n, z + tile_z
+        return self._finish(n, self._sum_with_sinks(z, top), top, alive)
+
+    def _sums(self, q0: int, q1: int, k0: int, k1: int, m: Tensor) -> tuple[Tensor, Tensor]:
+        p = torch.exp(self.scores(q0, q1, k0, k1) - m)
+        used = self._dropped(self._reweighted(p, q0, q1, k0, k1))
+        return used @ self._values(k0, k1), p.sum(-1, keepdim=True)
+
+    def _tiles(self, q0: int, q1: int, tk: int) -> list[tuple[int, int]]:
+        first, last = self.seen.key_range(q0, q1)
+        return [(k, min(k + tk, last)) for k in range(first, last, tk)]
+
+    def _values(self, k0: int, k1: int) -> Tensor:
+        return expand_heads(self.value[:, :, k0:k1], self.heads).to(self.dtype)
+
+    def _with_sinks(self, peak: Tensor) -> Tensor:
+        """The reference of the exponentials: finite, and no less than a sink."""
+        if self.how.sinks is not None:
+            peak = torch.maximum(peak, self.how.sinks.detach().to(peak.dtype)[:, None, None])
+        return torch.where(peak > -torch.inf, peak, torch.zeros_like(peak))
+
+    def _sum_with_sinks(self, z: Tensor, m: Tensor) -> Tensor:
+        return z if self.how.sinks is None else z + torch.exp(self.how.sinks.to(z.dtype)[:, None, None] - m)
+
+    def _reweighted(self, p: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        if self.how.reweight is None:
+            return p
+        positions = self.seen.query_positions[..., q0:q1], self.seen.key_positions[..., k0:k1]
+        return p * self.how.reweight(
+            self.query[:, :, q0:q1], query_positions=positions[0], key_positions=positions[1]
+        ).to(p.dtype)
+
+    def _dropped(self, p: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(p, self.how.dropout_p) if self.how.dropout_p else p
+
+    def _finish(self, n: Tensor, z: Tensor, m: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.where(alive, z, torch.ones_like(z))
+        out = torch.where(alive, n / z, torch.zeros_like(n))
+        return out, torch.where(alive, m + torch.log(z), -torch.inf)[..., 0]
+
+
+def _part(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
+    return tensor if tensor.shape[axis] == 1 else tensor.narrow(axis, start, stop - start)
+
+
+def _modified(score_mod: ScoreMod, s: Tensor, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    changed: Any = score_mod(s, *indices)
+    if not isinstance(changed, Tensor) or not changed.is_floating_point():
+        got = (
+            str(changed.dtype).removeprefix("torch.")
+            if isinstance(changed, Tensor)
+            else type(changed).__name__
+        )
+        hint = "; a function that says who may attend goes into mask_mod=" if got == "bool" else ""
+        raise InvalidInput(
+            f"score_mod must return scores of the dtype and shape that it got, got {got}{hint}"
+        )
+    try:
+        return changed.to(s.dtype).expand(s.shape)
+    except RuntimeError:
+        raise InvalidInput(
+            f"score_mod must return scores of shape {list(s.shape)} (or broadcastable to it), got {list(changed.shape)}"
+        ) from None

@@ -1,0 +1,185 @@
+"""RecurrentAttention: write `update` and `read`, get scan, splits and decoding. Needs torch; plugins derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attnlab.call import AttentionOutput, Call
+from attnlab.capabilities import DTYPES, Capabilities
+from attnlab.engines.heads import accumulation_dtype, fold_groups
+from attnlab.engines.scan import scan_recurrence
+from attnlab.families._relative import relative_offset
+from attnlab.interface import Attention
+from attnlab.state import RecurrentState, State
+
+RECURRENT_CAPABILITIES = Capabilities(
+    causal=True,
+    key_mask=True,
+    scale=True,
+    cross_lengths=True,
+    gqa=True,
+    value_dim=True,
+    state=True,
+    backward=True,
+    dtypes=frozenset(DTYPES),
+    devices=frozenset({"cpu", "cuda"}),
+    exact=True,
+    deterministic=True,
+    linear_memory=True,
+)
+"""What the family serves for any recurrence; add `gates` where `gates` are declared."""
+
+
+class RecurrentAttention(Attention):
+    """A memory `S [B, Hkv, Dk, Dv]` that each token updates and each query reads.
+
+    Write `update` and `read`; override `attend` for a chunked form. Query i reads after the token at its position; without
+    `causal` every query reads after the last. Absent tokens leave the memory as it was. Memory is float32 or better.
+    """
+
+    family: ClassVar[str] = "recurrent"
+    capabilities: Capabilities = RECURRENT_CAPABILITIES
+
+    def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+        """The memory `[B, Hkv, Dk, Dv]` after one token `key [B, Hkv, Dk]`, `value [B, Hkv, Dv]`, gates `[B, Hkv]` (or `, Dk`)."""
+        raise NotImplementedError(f"{type(self).__name__} writes no update(memory, key, value, gates)")
+
+    def read(self, memory: Tensor, query: Tensor) -> Tensor:
+        """`[B, Hkv, G, n, Dv]` from `query [B, Hkv, G, n, Dq]`, before scale; by default `q^T S`."""
+        return query @ memory[:, :, None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        wide = accumulation_dtype(query.dtype)
+        k, v = key.to(wide), value.to(wide)
+        q = fold_groups(query.to(wide), self.num_kv_heads)  # [B, Hkv, G, Lq, Dq]
+        gates = {n: g.to(wide) for n, g in (call.gates or {}).items()}
+        seen, state, new = call.visibility, call.state, key.shape[2]
+        assert state is None or isinstance(state, RecurrentState)
+        memory = (
+            k.new_zeros(k.shape[0], self.num_kv_heads, self.key_dim, self.value_dim)
+            if state is None
+            else state.memory
+        )
+        present = (
+            None if seen is None or seen.key_present is None else seen.key_present[:, seen.key_length - new :]
+        )
+        recording = call.recording
+
+        def scan(
+            memory: Tensor, start: int, stop: int, q: Tensor | None = None
+        ) -> tuple[list[Tensor], Tensor]:
+            part = slice(start, stop)
+            return scan_recurrence(
+                memory,
+                q,
+                k[:, :, part],
+                v[:, :, part],
+                {n: g[:, :, part] for n, g in gates.items()},
+                None if present is None else present[:, part],
+                self.update,
+                self.read,
+                recording=recording,
+            )
+
+        if seen is None or seen.right is None:
+            _, memory = scan(memory, 0, new)
+            out = self.read(memory, q)
+        else:
+            offset = relative_offset(self.name, seen.offset, state)
+            if isinstance(offset, Tensor):
+                out = self._read_at(memory, q, k, v, gates, present, offset, recording)
+                if state is not None:
+                    _, memory = scan(memory, 0, new)
+            else:
+                lq = q.shape[3]
+                early = min(max(-offset, 0), lq)  # queries that stand before the first new token
+                first = min(max(offset, 0), new)
+                last = min(max(offset + lq, 0), new)
+                pieces = [self.read(memory, q[:, :, :, :early])] if early else []
+                _, memory = scan(memory, 0, first)
+                paired = q[:, :, :, early : early + last - first]
+                steps, memory = scan(memory, first, last, paired)
+                pieces += steps
+                late = q[:, :, :, early + last - first :]
+                if late.shape[3]:
+                    pieces.append(self.read(memory, late))
+                if state is not None:
+                    _, memory = scan(memory, last, new)
+                out = torch.cat(pieces, 3)
+        scale = self.default_scale() if call.scale is None else float(call.scale)
+        out = out.flatten(1, 2) if scale is None else out.flatten(1, 2) * scale
+        following = None if state is None else RecurrentState(length=state.length + new, memory=memory)
+        return AttentionOutput(out.to(query.dtype), state=following)
+
+    def _read_at(
+        self,
+        memory: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Mapping[str, Tensor],
+        present: Tensor | None,
+        offset: Tensor,
+        recording: bool,
+    ) -> Tensor:
+        """Offsets `[B]` that differ: keys before a row's first query go first, then one key a query, moved to meet it."""
+        lk, lq = k.shape[2], q.shape[3]
+        places = torch.arange(lk, device=k.device)
+        here = torch.ones(k.shape[0], lk, dtype=torch.bool, device=k.device) if present is None else present
+        _, memory = scan_recurrence(
+            memory,
+            None,
+            k,
+            v,
+            gates,
+            here & (places < offset[:, None]),
+            self.update,
+            self.read,
+            recording=recording,
+        )
+        source = torch.arange(lq, device=k.device) + offset[:, None]  # [B, Lq]
+        inside = (source >= 0) & (source < lk)
+        index = source.clamp(0, max(lk - 1, 0))
+        moved = {n: _gathered(t, index) for n, t in {"": k, " ": v, **gates}.items()}
+        outs, _ = scan_recurrence(
+            memory,
+            q,
+            moved.pop(""),
+            moved.pop(" "),
+            moved,
+            inside & here.gather(1, index),
+            self.update,
+            self.read,
+            recording=recording,
+        )
+        return torch.cat(outs, 3)
+
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> RecurrentState:
+        """An empty memory, in float32 or better; constant in size, so `capacity` asks for nothing."""
+        wide = accumulation_dtype(dtype or torch.get_default_dtype())
+        shape = (batch, self.num_kv_heads, self.key_dim, self.value_dim)
+        return RecurrentState(memory=torch.zeros(shape, device=device, dtype=wide))
+
+    def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
+        assert isinstance(call.state, RecurrentState)
+        query = key.new_zeros(key.shape[0], self.num_heads, 0, self.head_dim)
+        whole = Call(gates=call.gates, state=call.state, recording=call.recording, visibility=call.visibility)
+        result = self.attend(query, key, value, whole)
+        assert result.state is not None
+        return result.state
+
+
+def _gathered(tensor: Tensor, index: Tensor) -> Tensor:
+    """`tensor [B, Hkv, L, ...]` at `index [B, n]` of its length axis."""
+    shape = (index.shape[0], 1, index.shape[1], *[1] * (tensor.dim() - 3))
+    return tensor.gather(2, index.view(shape).expand(-1, tensor.shape[1], -1, *tensor.shape[3:]))

@@ -1,0 +1,197 @@
+"""ScoreAttention: write `scores`, get the rest of softmax attention. Needs torch; plugins derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnlab.call import AttentionOutput, Call
+from attnlab.capabilities import DTYPES, Capabilities
+from attnlab.engines.fused import fused_attention
+from attnlab.engines.heads import expand_heads
+from attnlab.engines.tiled import Scoring, tiled_attention
+from attnlab.interface import Attention
+from attnlab.state import CacheState, State
+
+SCORE_CAPABILITIES = Capabilities(
+    causal=True,
+    window=True,
+    key_mask=True,
+    mask=True,
+    segments=True,
+    mask_mod=True,
+    score_mod=True,
+    bias=True,
+    softcap=True,
+    sinks=True,
+    scale=True,
+    cross_lengths=True,
+    gqa=True,
+    value_dim=True,
+    dropout=True,
+    weights="in_graph",
+    lse=True,
+    state=True,
+    backward=True,
+    dtypes=frozenset(DTYPES),
+    devices=frozenset({"cpu", "cuda"}),
+    exact=True,
+    normalised=True,
+    position_free=True,
+    deterministic=True,
+    linear_in_value=True,
+    linear_memory=True,
+)
+"""What the family serves for any score; a variant may `dataclasses.replace` parts of it."""
+
+
+class ScoreAttention(Attention):
+    """Softmax attention whose score is a method.
+
+    Write `scores`; optionally `project_query` and `project_key` (run once a call, so that tiles do not repeat them), `reweight`
+    (a factor on normalised weights) and `default_scale`. Set `inner_product` where the score of projected queries and keys is
+    their plain product, so that torch's fused kernels serve what they can; and `tile_cost` where a score needs a temporary
+    of that many elements a pair.
+    """
+
+    family: ClassVar[str] = "score"
+    capabilities: Capabilities = SCORE_CAPABILITIES
+    inner_product: bool = False
+    tile_cost: int = 1
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+        )
+        kind = type(self)
+        # Nothing of the author's stands between the inputs and torch's function with its defaults.
+        self._bare_fused = (
+            kind.inner_product
+            and self.num_heads == self.num_kv_heads
+            and all(
+                getattr(kind, method) is getattr(ScoreAttention, method)
+                for method in (
+                    "project_query",
+                    "project_key",
+                    "reweight",
+                    "default_scale",
+                    "attend",
+                    "scores",
+                )
+            )
+        )
+
+    def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Scores `[B, Hq, tq, tk]`, before scale, of projected `query [B, Hq, tq, *]` and `key [B, Hq, tk, *]`: a tile.
+
+        Positions are int64, `[tq]` and `[tk]`, or with a leading batch axis where they differ by sequence.
+        """
+        if self.inner_product:
+            wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+            return query.to(wide) @ key.to(wide).transpose(-1, -2)
+        raise NotImplementedError(
+            f"{type(self).__name__} writes no scores(query, key, *, query_positions, key_positions)"
+        )
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """`[B, Hq, Lq, Dq]` -> `[B, Hq, Lq, *]`, once a call."""
+        return query
+
+    def project_key(self, key: Tensor) -> Tensor:
+        """`[B, Hq, Lk, Dk]` -> `[B, Hq, Lk, *]`, once a call; heads are expanded already."""
+        return key
+
+    def reweight(self, query: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor | None:
+        """A factor `[B, Hq, tq, tk]` on the normalised weights of a tile; None where there is none."""
+        return None
+
+    def plain_function(self, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        if not self._bare_fused:
+            return super().plain_function(causal)
+        return _fused_causal if causal else scaled_dot_product_attention
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        state: State | None = None
+        if call.state is not None:
+            key, value, state = self._appended(key, value, call)
+        kind = type(self)
+        query = self.project_query(query)
+        if kind.project_key is not ScoreAttention.project_key:
+            key = self.project_key(expand_heads(key, self.num_heads))
+        reweight: Any = None if kind.reweight is ScoreAttention.reweight else self.reweight
+        scale = self.default_scale() if call.scale is None else call.scale
+        if self.inner_product and reweight is None:
+            shared = value if key.shape[1] == value.shape[1] else expand_heads(value, key.shape[1])
+            out = fused_attention(query, key, shared, call, scale)
+            if out is not None:
+                return AttentionOutput(out, state=state)
+        scoring = Scoring(
+            self.scores,
+            1.0 if scale is None else float(scale),
+            call.softcap,
+            call.score_mod,
+            call.bias,
+            call.sinks,
+            reweight,
+            call.dropout_p,
+            self.tile_cost,
+        )
+        result = tiled_attention(
+            query,
+            key,
+            value,
+            scoring,
+            call.visibility,
+            recording=call.recording or torch.is_grad_enabled(),
+            need_weights=call.need_weights,
+        )
+        weights = None if result.weights is None else result.weights.to(value.dtype)
+        return AttentionOutput(
+            result.out.to(value.dtype), weights, result.lse if call.need_lse else None, state
+        )
+
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> CacheState:
+        """An empty cache of keys and values; with `capacity` allocated at once and never exceeded, else growing."""
+        return CacheState.empty(
+            batch, self.num_kv_heads, self.key_dim, self.value_dim, capacity, device, dtype
+        )
+
+    def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
+        return self._appended(key, value, call)[2]
+
+    def _appended(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, CacheState]:
+        assert isinstance(call.state, CacheState)
+        seen = call.visibility
+        return call.state.append(
+            key,
+            value,
+            recording=call.recording,
+            present=None if seen is None else seen.key_present,
+            segments=None if seen is None else seen.key_segments,
+        )
+
+
+def _fused_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, is_causal=True)

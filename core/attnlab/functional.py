@@ -1,0 +1,119 @@
+"""attend() and attention(): a parameter-free variant by name, without making a module first. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.call import AttentionOutput, call_signature
+from attnlab.catalogue import create
+from attnlab.errors import InvalidInput, nearest
+from attnlab.interface import Attention
+
+ARGUMENTS = frozenset(
+    n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY
+)
+"""What `attend` passes on: the keyword arguments of `Attention.forward`."""
+
+# Bare calls that were judged, by variant and signature -> the function that serves them.
+_served: dict[Any, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+# (variant, Hq, Hkv, Dq, Dk, Dv) -> instance. They hold no parameters, so sharing one is safe.
+_instances: dict[tuple[Any, ...], Attention] = {}
+_LIMIT = 1024
+
+
+def forget_instances() -> None:
+    """Drop the variants made so far: the registry changed."""
+    _instances.clear()
+    _served.clear()
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, variant: str = "dot_product", **arguments: Any
+) -> AttentionOutput:
+    """Attention of `query [B, Hq, Lq, Dk]` over `key [B, Hkv, Lk, Dk]`, `value [B, Hkv, Lk, Dv]` by a named variant.
+
+    `arguments` are those of `Attention.forward` (causal, window, key_mask, mask, bias, need_weights, state, ...). Dropout is
+    applied whenever `dropout_p` is given. Raises `InvalidInput` for variants with parameters: they need `attnlab.create`.
+    """
+    try:
+        _, hq, _, dq = query.shape
+        _, hkv, _, dk = key.shape
+        made = _instances.get((variant, hq, hkv, dq, dk, value.shape[-1]))
+    except (AttributeError, ValueError, IndexError, TypeError):
+        made = None
+    if made is None:
+        made = _made(query, key, value, variant)
+    if not arguments.keys() <= ARGUMENTS:
+        unknown = next(name for name in arguments if name not in ARGUMENTS)
+        raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}")
+    return made.forward(query, key, value, **arguments)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, variant: str = "dot_product", **arguments: Any
+) -> Tensor:
+    """The output tensor `[B, Hq, Lq, Dv]` of `attend`."""
+    if (
+        not arguments or (len(arguments) == 1 and arguments.get("causal") is True)
+    ) and not torch.compiler.is_compiling():
+        # The shortcut of small inputs: what was judged once is not judged again. About 3 us in all.
+        call = call_signature(variant, query, key, value, bool(arguments))
+        served = _served.get(call)
+        if served is not None and not torch._C._is_any_autocast_enabled():
+            return served(query, key, value)
+        out = attend(query, key, value, variant, **arguments).out
+        made = _instances[
+            (variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3])
+        ]
+        if made.was_served(query, key, value, bool(arguments)):
+            if len(_served) > _LIMIT:
+                _served.clear()
+            _served[call] = made.plain_function(bool(arguments))
+        return out
+    for word in ("need_weights", "need_lse", "state"):
+        if arguments.get(word):
+            raise InvalidInput(
+                f"attention: returns the output alone, so {word} has no use; call attnlab.attend"
+            )
+    return attend(query, key, value, variant, **arguments).out
+
+
+def _made(query: Any, key: Any, value: Any, variant: str) -> Attention:
+    if not isinstance(variant, str):
+        raise InvalidInput(
+            f"attend: variant must be a registered name, got {type(variant).__name__}; call the module itself"
+        )
+    for word, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor) or t.dim() != 4:
+            got = list(t.shape) if isinstance(t, Tensor) else type(t).__name__
+            hint = "; add a batch axis with unsqueeze(0)" if isinstance(t, Tensor) and t.dim() == 3 else ""
+            raise InvalidInput(
+                f"{variant}: {word} must be a tensor with four axes [B, H, L, D], got {got}{hint}"
+            )
+    sizes = query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3]
+    if 0 in sizes:
+        raise InvalidInput(
+            f"{variant}: heads and head widths must be 1 or more, got {list(query.shape)}, {list(key.shape)}"
+        )
+    made = create(
+        variant,
+        num_heads=sizes[0],
+        num_kv_heads=sizes[1],
+        head_dim=sizes[2],
+        key_dim=sizes[3],
+        value_dim=sizes[4],
+    )
+    if not made.parameter_free:
+        raise InvalidInput(
+            f"{variant}: it has learned parameters, so it cannot be called without a module; "
+            f"make one with attnlab.create({variant!r}, num_heads={sizes[0]}, head_dim={sizes[2]})"
+        )
+    if len(_instances) >= _LIMIT:
+        _instances.clear()
+    _instances[(variant, *sizes)] = made
+    return made

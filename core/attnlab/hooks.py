@@ -1,0 +1,219 @@
+"""Hooks: what a plugin may add beside variants. Needs pluggy; plugins load when `plugin_manager` is called.
+
+A plugin is a module or object behind an entry point of the group `attnlab`, with functions marked
+`@attnlab.hookimpl`. Hooks return values and have no side effects. A plugin that fails is left out
+and recorded, whatever it raises; only `KeyboardInterrupt` passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from attnlab._entry_points import Announcement, announcements, disabled, normalised
+from attnlab.errors import PluginError, nearest
+
+GROUP = "attnlab"
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+_log = logging.getLogger("attnlab.plugins")
+
+# The harness's own plugin, for a checkout that is on the path but not installed.
+_BUILT_IN = ("evaluations", "attnlab_evaluations.plugin", "attnlab")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand of `attnlab`: `configure` adds its arguments without torch, `run` gives the exit code."""
+
+    name: str
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadError:
+    """A plugin that was left out: its entry point's name, its distribution, and why, in one sentence."""
+
+    name: str
+    distribution: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"plugin {self.name!r} of {self.distribution or 'an unknown distribution'}: {self.reason}"
+
+
+class Hooks:
+    """Every hook, with its exact signature."""
+
+    @hookspec
+    def attnlab_commands(self) -> list[Command]:  # type: ignore[empty-body]
+        """Subcommands for the command line."""
+
+    @hookspec
+    def attnlab_workloads(self) -> list[Any]:  # type: ignore[empty-body]
+        """Workloads for `attnlab compare`."""
+
+    @hookspec
+    def attnlab_metrics(self) -> list[Any]:  # type: ignore[empty-body]
+        """Metrics for `attnlab compare`."""
+
+    @hookspec
+    def attnlab_checks(self) -> list[Any]:  # type: ignore[empty-body]
+        """Conformance checks beside the built-in ones."""
+
+
+HOOKS = ("attnlab_commands", "attnlab_workloads", "attnlab_metrics", "attnlab_checks")
+
+
+class PluginManager(pluggy.PluginManager):
+    """pluggy's manager, which remembers in `load_errors` what was left out and why."""
+
+    def __init__(self) -> None:
+        super().__init__(GROUP)
+        self.load_errors: list[LoadError] = []
+        self._distributions: dict[str, str] = {}
+        self.add_hookspecs(Hooks)
+
+    def add(self, name: str, distribution: str, load: Callable[[], Any]) -> None:
+        """Load and register one plugin, wholly or not at all; a failure is recorded, not raised."""
+        # Two distributions may well call their entry points alike.
+        key = f"{name} of {distribution}" if self.has_plugin(name) else name
+        plugin: Any = None
+        try:
+            plugin = load()
+            _require_api_version(plugin)
+            self.register(plugin, name=key)
+            self._distributions[key] = distribution
+            self._refuse_unknown_hooks(plugin)
+        except (Exception, SystemExit) as error:
+            if plugin is not None and self.get_name(plugin) == key:
+                self.unregister(plugin)
+            self.record(name, distribution, error)
+
+    def record(self, name: str, distribution: str, error: BaseException | str) -> None:
+        """Remember why a plugin, or one of its hooks, was left out, and log it as a warning."""
+        if isinstance(error, BaseException):
+            words = " ".join(str(error).split())
+            plain = isinstance(error, PluginError) and words
+            error = words if plain else f"{type(error).__name__}: {words}" if words else type(error).__name__
+        fault = LoadError(name, distribution, error)
+        if fault not in self.load_errors:
+            self.load_errors.append(fault)
+            _log.warning("%s; it is left out", fault)
+
+    def gather(self, hook: str) -> list[Any]:
+        """The items that all plugins return for `hook`, plugin by plugin in the order of loading.
+
+        A plugin whose hook raises or returns no list, and an item without the right type or with a name that
+        an earlier one has, is left out and recorded.
+        """
+        if hook not in HOOKS:
+            raise PluginError(f"there is no hook {hook!r}; {nearest(hook, HOOKS)}")
+        items: list[Any] = []
+        taken: dict[str, str] = {}
+        for implementation in getattr(self.hook, hook).get_hookimpls():
+            plugin = implementation.plugin_name
+            if implementation.wrapper or implementation.hookwrapper:
+                self.record(plugin, self.distribution_of(plugin), f"{hook} takes no wrappers")
+                continue
+            try:
+                returned = implementation.function()
+            except (Exception, SystemExit) as error:
+                self.record(plugin, self.distribution_of(plugin), error)
+                continue
+            if not isinstance(returned, list | tuple):
+                got = f"{hook} must return a list, got {type(returned).__name__}"
+                self.record(plugin, self.distribution_of(plugin), got)
+                continue
+            for item in returned:
+                if fault := _item_fault(hook, item, plugin, taken):
+                    self.record(plugin, self.distribution_of(plugin), fault)
+                else:
+                    items.append(item)
+        return items
+
+    def distribution_of(self, plugin: str) -> str:
+        """The distribution that a plugin came from, "" where it is not known."""
+        return self._distributions.get(plugin, "")
+
+    def _refuse_unknown_hooks(self, plugin: Any) -> None:
+        """A marked function that no hook asks for is a typing error, not an extension."""
+        for caller in self.get_hookcallers(plugin) or ():
+            if caller.has_spec():
+                continue
+            if any(i.plugin is plugin and not i.optionalhook for i in caller.get_hookimpls()):
+                raise PluginError(f"there is no hook {caller.name!r}; {nearest(caller.name, HOOKS)}")
+
+
+def load_plugins() -> PluginManager:
+    """A new manager with every installed plugin, loaded one by one in the order of discovery."""
+    manager = PluginManager()
+    points, problems = announcements(GROUP)
+    for problem in problems:
+        manager.record("?", "", problem)
+    off = disabled()
+    built_in = _built_in(points)
+    for name, owner, load in [*built_in, *((p.name, p.owner, _loader(p)) for p in points)]:
+        if normalised(name) in off or (owner and normalised(owner) in off):
+            continue
+        manager.add(name, owner, load)
+    return manager
+
+
+@functools.cache
+def plugin_manager() -> PluginManager:
+    """The process's manager; the first call loads the plugins. `plugin_manager.cache_clear()` forgets it."""
+    return load_plugins()
+
+
+def _loader(point: Announcement) -> Callable[[], Any]:
+    assert point.entry_point is not None
+    return point.entry_point.load
+
+
+def _built_in(points: list[Announcement]) -> list[tuple[str, str, Callable[[], Any]]]:
+    """The harness's plugin where no entry point brings it and it can be found."""
+    name, module, owner = _BUILT_IN
+    package = module.partition(".")[0]
+    try:
+        here = importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        here = False
+    announced = any(p.value == module for p in points)
+    return (
+        [(name, owner, functools.partial(importlib.import_module, module))] if here and not announced else []
+    )
+
+
+def _require_api_version(plugin: Any) -> None:
+    """Refuse a plugin that says it was written for another interface version."""
+    from attnlab import API_VERSION
+
+    found = getattr(plugin, "api_version", API_VERSION)
+    if found != API_VERSION:
+        raise PluginError(
+            f"it is written for api_version {found!r}, this attnlab provides {API_VERSION}; "
+            f"install a release of it for api_version {API_VERSION}, or another attnlab"
+        )
+
+
+def _item_fault(hook: str, item: Any, plugin: str, taken: dict[str, str]) -> str:
+    """Why an item of a hook cannot be used, "" where it can; enters its name in `taken`."""
+    if hook == "attnlab_commands" and not isinstance(item, Command):
+        return f"{hook} must return Command objects, got {type(item).__name__}"
+    name = getattr(item, "name", None)
+    if isinstance(name, str):
+        if name in taken:
+            return f"{hook}: {name!r} is already given by the plugin {taken[name]!r}; rename one"
+        taken[name] = plugin
+    return ""

@@ -1,0 +1,435 @@
+"""Attention: the base class of every variant, and the gate that each call passes once.
+
+`forward` is final. It reads the request as an integer, refuses what the variant does not declare before any
+tensor work, settles visibility, cleans absent slots, and calls `attend` once; nothing comes back up.
+Layout, everywhere: query `[B, Hq, Lq, Dq]`, key `[B, Hkv, Lk, Dk]`, value `[B, Hkv, Lk, Dv]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attnlab._absent import close_gates, without_absent_queries
+from attnlab._gate import (
+    BITS,
+    DTYPE_BITS,
+    UNKNOWN,
+    check_extras,
+    describe_refusal,
+    device_bit,
+    explain_shapes,
+    mask_bits,
+    refusal_message,
+    request_of,
+    stated,
+)
+from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
+from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
+from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest
+from attnlab.mask import AttentionMask, MaskMod, Offset
+from attnlab.request import Request
+from attnlab.state import State
+from attnlab.visibility import Visibility
+
+
+class Attention(nn.Module):
+    """Base class of a variant: write `attend` and name a formula, and the gate, checks and tables follow.
+
+    Class attributes of a variant:
+        capabilities: what it can be asked for; an instance may only narrow it, with `self.narrow(...)`.
+        formula, family: what it computes and how it is built.
+        definition: a free float64 function that says what is right (`attnlab.formulas`), where the formula is its own.
+        golden: cases from the paper, for a formula of its own.
+        gates: per-token gates by name, for recurrences.
+        conflicts: declared capabilities that do not combine: `(("state", "weights"), "why")`.
+        known_failures: conformance checks that it is known to fail, by name; always strict.
+
+    Args: num_heads Hq; head_dim Dq; num_kv_heads Hkv (default Hq, must divide it); key_dim Dk (default Dq); value_dim Dv
+    (default Dk). Raises `InvalidInput` for sizes below 1 or heads that do not divide, `UnsupportedRequest` for sizes
+    that the variant does not declare.
+    """
+
+    family: ClassVar[str] = "plain"
+    formula: ClassVar[str] = ""
+    capabilities: Capabilities = Capabilities()
+    definition: ClassVar[Callable[..., Any] | None] = None
+    golden: ClassVar[tuple[Any, ...]] = ()
+    gates: ClassVar[Mapping[str, GateSpec]] = MappingProxyType({})
+    conflicts: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
+    known_failures: ClassVar[Mapping[str, KnownFailure]] = MappingProxyType({})
+    name: str = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            raise PluginError(
+                f"{cls.__name__} overrides forward, which is final; override attend(query, key, value, call)"
+            )
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = self.name or type(self).__name__
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = head_dim
+        self.key_dim = head_dim if key_dim is None else key_dim
+        self.value_dim = self.key_dim if value_dim is None else value_dim
+        self.options: dict[str, Any] = {}
+        for word in ("num_heads", "num_kv_heads", "head_dim", "key_dim", "value_dim"):
+            size = getattr(self, word)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InvalidInput(f"{self.name}: {word} must be an int of 1 or more, got {size!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidInput(
+                f"{self.name}: num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+        self._bits = self.capabilities.bits
+        self._conflict_bits = tuple(sum(getattr(BITS, n) for n in names) for names, _ in self.conflicts)
+        self._judges = type(self).supports is not Attention.supports
+        self._verdicts: dict[Any, bool] = {}
+        self._served: set[Any] = set()  # signatures of bare calls that were judged: same shapes, same answer
+        self._require_sizes()
+
+    # -- what a variant writes --------------------------------------------------------------------------------
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        """The mechanism itself. Called once, with a request that was judged and absent slots that hold zeros."""
+        raise PluginError(f"{type(self).__name__} writes no attend(query, key, value, call)")
+
+    def plain_function(self, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """A function `(query, key, value) -> out` for calls without arguments whose like was judged before.
+
+        A shortcut for small inputs; overriding it must change nothing but the time.
+        """
+
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            seen = None
+            if causal:
+                seen = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+                seen.right = 0
+            return self.attend(query, key, value, Call(seen, recording=torch.is_grad_enabled())).out
+
+        return run
+
+    def was_served(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+        """Whether a call like this, without further arguments, was judged and served before."""
+        return call_signature("", query, key, value, causal) in self._served
+
+    def default_scale(self) -> float | None:
+        """The formula's own scale, `Dk^-0.5` unless the formula says otherwise; None where a normaliser cancels it."""
+        return float(self.key_dim**-0.5)
+
+    def supports(self, request: Request) -> list[Reason]:
+        """Every reason to refuse `request`; empty where it is served. Overriding adds reasons to these."""
+        return describe_refusal(self, request)
+
+    def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
+        """The state after these tokens, with nothing read from it. Written by variants that declare `state`."""
+        raise PluginError(f"{type(self).__name__} declares state but writes no absorb(key, value, call)")
+
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """An empty state for `batch` sequences; `capacity` tokens are allocated at once where that has a meaning."""
+        raise UnsupportedRequest(f"{self.name}: it keeps no state, so there is nothing to decode with")
+
+    # -- what it gets -----------------------------------------------------------------------------------------
+
+    @property
+    def parameter_free(self) -> bool:
+        """Whether it holds no parameters, so that `attnlab.attend` may make it on the spot."""
+        return next(self.parameters(), None) is None
+
+    def narrow(self, **reasons: str) -> None:
+        """Give up declared capabilities in this instance, each with the reason that its refusals quote."""
+        self.capabilities = self.capabilities.narrow(**reasons)
+        self._bits = self.capabilities.bits
+        self._verdicts.clear()
+        self._served.clear()
+        self._require_sizes()
+
+    def extra_repr(self) -> str:
+        sizes = [f"num_heads={self.num_heads}", f"head_dim={self.head_dim}"]
+        if self.num_kv_heads != self.num_heads:
+            sizes.append(f"num_kv_heads={self.num_kv_heads}")
+        if self.key_dim != self.head_dim:
+            sizes.append(f"key_dim={self.key_dim}")
+        if self.value_dim != self.key_dim:
+            sizes.append(f"value_dim={self.value_dim}")
+        return ", ".join([*sizes, *(f"{k}={v!r}" for k, v in self.options.items())])
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        offset: Offset = None,
+        window: tuple[int | None, int | None] | None = None,
+        key_lengths: Tensor | None = None,
+        query_lengths: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        segments: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | AttentionMask | None = None,
+        mask_mod: MaskMod | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        score_mod: ScoreMod | None = None,
+        sinks: Tensor | None = None,
+        gates: Mapping[str, Tensor] | None = None,
+        dropout_p: float = 0.0,
+        need_weights: bool = False,
+        need_lse: bool = False,
+        state: State | None = None,
+    ) -> AttentionOutput:
+        """Attend from query to key and value; see CONTRACT section 1 for every argument.
+
+        Returns `AttentionOutput`. Raises `UnsupportedRequest` for what the variant does not declare and `InvalidInput` for
+        wrong shapes, dtypes, devices or combinations, both before any tensor work.
+        """
+        bare = (
+            mask is None
+            and offset is None
+            and window is None
+            and key_lengths is None
+            and query_lengths is None
+            and key_mask is None
+            and segments is None
+            and mask_mod is None
+            and bias is None
+            and scale is None
+            and softcap is None
+            and score_mod is None
+            and sinks is None
+            and gates is None
+            and not dropout_p
+            and not need_weights
+            and not need_lse
+            and state is None
+        )
+        signature = None
+        if bare and not torch.compiler.is_compiling():
+            signature = call_signature("", query, key, value, causal is True)
+            if signature in self._served and not torch._C._is_any_autocast_enabled():
+                return AttentionOutput(self.plain_function(causal is True)(query, key, value))
+        try:
+            batch, heads, lq, dq = query.shape
+            batch_k, kv_heads, lk, dk = key.shape
+            batch_v, heads_v, lk_v, dv = value.shape
+            dtype, device = query.dtype, query.device
+            fits = (
+                batch == batch_k == batch_v
+                and lk == lk_v
+                and heads == self.num_heads
+                and dq == self.head_dim
+                and kv_heads == heads_v == self.num_kv_heads
+                and dk == self.key_dim
+                and dv == self.value_dim
+                and dtype == key.dtype == value.dtype
+                and device == key.device == value.device
+            )
+        except (AttributeError, ValueError, TypeError):
+            fits = False
+        if not fits or torch.is_autocast_enabled(device.type):
+            query, key, value = explain_shapes(self, query, key, value)
+            batch, heads, lq, dq = query.shape
+            lk, kv_heads, dv, dtype, device = (
+                key.shape[2],
+                key.shape[1],
+                value.shape[3],
+                query.dtype,
+                query.device,
+            )
+
+        # What is asked, as bits.
+        bits = DTYPE_BITS.get(dtype, UNKNOWN) | device_bit(device)
+        recording = torch.is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (bool(self._parameters or self._modules) and any(p.requires_grad for p in self.parameters()))
+        )
+        if recording:
+            bits |= BITS.backward
+        if lq != lk and state is None:
+            bits |= BITS.cross_lengths
+        if heads != kv_heads:
+            bits |= BITS.gqa
+        if dv != self.key_dim:
+            bits |= BITS.value_dim
+        if dq != self.key_dim:
+            bits |= BITS.query_dim
+        said: AttentionMask | None = None
+        if causal or (
+            mask is not None
+            or offset is not None
+            or window is not None
+            or key_lengths is not None
+            or query_lengths is not None
+            or key_mask is not None
+            or segments is not None
+            or mask_mod is not None
+        ):
+            said = stated(
+                self, causal, offset, window, key_lengths, query_lengths, key_mask, segments, mask, mask_mod
+            )
+            bits |= mask_bits(said)
+        if not bare:
+            bits |= (
+                (BITS.bias if bias is not None else 0)
+                | (BITS.scale if scale is not None else 0)
+                | (BITS.softcap if softcap is not None else 0)
+                | (BITS.score_mod if score_mod is not None else 0)
+                | (BITS.sinks if sinks is not None else 0)
+                | (BITS.gates if gates else 0)
+                | (BITS.dropout if dropout_p else 0)
+                | (BITS.weights if need_weights else 0)
+                | (BITS.lse if need_lse else 0)
+                | (BITS.state if state is not None else 0)
+            )
+        if (
+            bits & ~self._bits
+            or self._judges
+            or (self._conflict_bits and any(bits & both == both for both in self._conflict_bits))
+        ):
+            self._judge(bits, query, key, value, state)
+        if not bare or self.gates:
+            check_extras(self, query, key, bias, scale, softcap, score_mod, sinks, gates, dropout_p, state)
+
+        # Who sees whom, and what may be looked at.
+        visibility: Visibility | None = None
+        if said is not None or state is not None:
+            past = None if state is None else state.length
+            visibility = Visibility.resolve(
+                said or AttentionMask(),
+                batch=batch,
+                num_heads=heads,
+                query_length=lq,
+                key_length=lk + (past or 0),
+                device=device,
+                subject=self.name,
+                past=past,
+                past_present=None if state is None else state.key_present,
+                past_segments=None if state is None else state.key_segments,
+            )
+            if visibility.key_present is not None:
+                absent = (
+                    ~visibility.key_present[:, None, -lk:, None]
+                    if lk
+                    else visibility.key_present[:, None, :0, None]
+                )
+                key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+                if gates:
+                    gates = close_gates(gates, self.gates, absent)
+            if visibility.query_present is not None:
+                query = query.masked_fill(~visibility.query_present[:, None, :, None], 0)
+            if state is not None:
+                state.spend(self.name)
+
+        call = Call(
+            visibility,
+            scale,
+            bias,
+            softcap,
+            score_mod,
+            sinks,
+            gates,
+            dropout_p,
+            need_weights,
+            need_lse,
+            state,
+            recording,
+        )
+        total = lk if visibility is None else visibility.key_length
+        if not (batch and lq and total):
+            return self._attend_empty(query, key, value, call, total)
+        result = self.attend(query, key, value, call)
+        if signature is not None and self.capabilities.backward and (not causal or lq == lk):
+            if len(self._served) > 512:
+                self._served.clear()
+            self._served.add(signature)
+        if visibility is not None and visibility.query_present is not None:
+            return without_absent_queries(result, visibility.query_present)
+        return result
+
+    # -- the gate's parts -------------------------------------------------------------------------------------
+
+    def _require_sizes(self) -> None:
+        need = (
+            (BITS.gqa, self.num_heads != self.num_kv_heads),
+            (BITS.value_dim, self.value_dim != self.key_dim),
+            (BITS.query_dim, self.head_dim != self.key_dim),
+        )
+        legal = self.capabilities.head_dims
+        odd = legal is not None and any(d not in legal for d in (self.head_dim, self.key_dim, self.value_dim))
+        if odd or any(on and not self._bits & bit for bit, on in need):
+            request = Request.of(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                key_dim=self.key_dim,
+                value_dim=self.value_dim,
+            )
+            features = {"gqa", "value_dim", "query_dim", "head_dims"}
+            reasons = [r for r in describe_refusal(self, request) if r.feature in features]
+            raise UnsupportedRequest(f"{self.name} does not support " + "; ".join(map(str, reasons)), reasons)
+
+    def _judge(self, bits: int, query: Tensor, key: Tensor, value: Tensor, state: State | None) -> None:
+        """Refuse with every reason, or remember that this request is served."""
+        compiling = torch.compiler.is_compiling()
+        asked = (
+            None
+            if compiling
+            else (bits, query.shape, key.shape, value.shape, 0 if state is None else state.length)
+        )
+        if asked is not None and asked in self._verdicts:
+            return
+        request = request_of(bits, query, key, value, 0 if state is None else state.length)
+        reasons = self.supports(request)
+        missing = describe_refusal(self, request)
+        if missing and not reasons:
+            reasons = missing
+        if reasons:
+            raise UnsupportedRequest(refusal_message(self, request, reasons), reasons)
+        if asked is not None:
+            if len(self._verdicts) > 512:
+                self._verdicts.clear()
+            self._verdicts[asked] = True
+
+    def _attend_empty(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, total: int
+    ) -> AttentionOutput:
+        """Nothing to see or nobody to see it: zeros (or nothing) of the right shape, with gradients that flow."""
+        batch, heads, lq, _ = query.shape
+        anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()  # 0, in the graph
+        out = query.new_zeros(batch, heads, lq, self.value_dim) + anchor
+        weights = out.new_zeros(batch, heads, lq, total) if call.need_weights else None
+        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        lse = (
+            torch.full((batch, heads, lq), -torch.inf, dtype=lse_dtype, device=query.device)
+            if call.need_lse
+            else None
+        )
+        state = call.state
+        if state is not None:
+            state = self.absorb(key, value, call) if key.shape[2] else state.renewed()
+        return AttentionOutput(out, weights, lse, state)

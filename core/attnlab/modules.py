@@ -1,0 +1,169 @@
+"""MultiHeadAttention: model-width projections around any registered variant. Needs torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnlab.call import AttentionOutput
+from attnlab.capabilities import GateSpec
+from attnlab.catalogue import create
+from attnlab.errors import InvalidInput
+from attnlab.interface import Attention
+
+
+class MultiHeadAttention(nn.Module):
+    """Self- and cross-attention at model width by any registered variant.
+
+    Args: embed_dim width of query and output; num_heads, must divide it; variant a registered name or an `Attention`;
+    num_kv_heads key/value heads (grouped-query attention); kdim, vdim widths of key and value inputs (default embed_dim); bias of
+    the projections; dropout probability of the weights, in training only; batch_first `[B, L, E]` (False: `[L, B, E]`);
+    options of the variant. Gates that the variant declares are projected from the key input, sigmoid for `(0,1)`, log-sigmoid
+    for `<=0`. Raises what `attnlab.create` raises, and `InvalidInput` for widths that do not divide.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        variant: str | Attention = "dot_product",
+        num_kv_heads: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        batch_first: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for word, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InvalidInput(f"MultiHeadAttention: {word} must be an int of 1 or more, got {size!r}")
+        if embed_dim % num_heads:
+            raise InvalidInput(
+                f"MultiHeadAttention: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
+            )
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+            raise InvalidInput(
+                f"MultiHeadAttention: dropout must be a number from 0 to below 1, got {dropout!r}"
+            )
+        head_dim = embed_dim // num_heads
+        if isinstance(variant, Attention):
+            if options:
+                raise InvalidInput(
+                    f"MultiHeadAttention: options go with a name, but variant is an instance; got {sorted(options)}"
+                )
+            self.attention = variant
+        else:
+            self.attention = create(
+                variant, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, **options
+            )
+        made = self.attention
+        self.embed_dim, self.num_heads, self.dropout, self.batch_first = (
+            embed_dim,
+            num_heads,
+            float(dropout),
+            batch_first,
+        )
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        if dropout and not made.capabilities.dropout:
+            raise InvalidInput(
+                f"MultiHeadAttention: {made.name} declares no dropout of weights; set dropout=0"
+            )
+        self.query_projection = nn.Linear(embed_dim, made.num_heads * made.head_dim, bias=bias)
+        self.key_projection = nn.Linear(self.kdim, made.num_kv_heads * made.key_dim, bias=bias)
+        self.value_projection = nn.Linear(self.vdim, made.num_kv_heads * made.value_dim, bias=bias)
+        self.out_projection = nn.Linear(made.num_heads * made.value_dim, embed_dim, bias=bias)
+        self.gate_projections = nn.ModuleDict(
+            {
+                name: nn.Linear(self.kdim, made.num_kv_heads * _gate_width(spec, made))
+                for name, spec in made.gates.items()
+            }
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform projections with zero biases, as Transformers are trained."""
+        for projection in (
+            self.query_projection,
+            self.key_projection,
+            self.value_projection,
+            self.out_projection,
+        ):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **arguments: Any
+    ) -> AttentionOutput:
+        """Attend; `out` is `[B, Lq, embed_dim]` (or `[Lq, B, embed_dim]`), weights stay per head `[B, H, Lq, Lk]`.
+
+        key defaults to query (self-attention) and value to key. `arguments` are those of `Attention.forward`.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        for word, x, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != width:
+                layout = "[B, L, E]" if self.batch_first else "[L, B, E]"
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise InvalidInput(
+                    f"MultiHeadAttention: {word} must be {layout} with width {width}, got {got}"
+                )
+        if "dropout_p" in arguments:
+            raise InvalidInput(
+                "MultiHeadAttention: dropout is set once, with dropout= when the module is made"
+            )
+        if not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        made = self.attention
+        q = (
+            self.query_projection(query).unflatten(-1, (made.num_heads, -1)).transpose(1, 2)
+        )  # [B, Hq, Lq, Dq]
+        k = (
+            self.key_projection(key).unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)
+        )  # [B, Hkv, Lk, Dk]
+        v = (
+            self.value_projection(value).unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)
+        )  # [B, Hkv, Lk, Dv]
+        if self.gate_projections and "gates" not in arguments:
+            arguments["gates"] = {n: self._gate(n, key, made) for n in self.gate_projections}
+        if self.training and self.dropout:
+            arguments["dropout_p"] = self.dropout
+        result: AttentionOutput = made(q, k, v, **arguments)
+        out = self.out_projection(result.out.transpose(1, 2).flatten(2))  # [B, Lq, E]
+        return result._replace(out=out if self.batch_first else out.transpose(0, 1))
+
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """The variant's empty state, by default on the projections' device and in their dtype."""
+        like = self.key_projection.weight
+        return self.attention.init_state(batch, capacity, device or like.device, dtype or like.dtype)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, batch_first={self.batch_first}"
+
+    def _gate(self, name: str, source: Tensor, made: Attention) -> Tensor:
+        spec = made.gates[name]
+        raw = self.gate_projections[name](source)  # [B, L, Hkv * width]
+        shaped = raw.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, L, width]
+        gate = torch.sigmoid(shaped) if spec.range == "(0,1)" else F.logsigmoid(shaped)
+        return gate if spec.shape.endswith("Dk]") else gate[..., 0]
+
+
+def _gate_width(spec: GateSpec, made: Attention) -> int:
+    return made.key_dim if spec.shape.endswith("Dk]") else 1

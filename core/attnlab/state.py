@@ -1,0 +1,224 @@
+"""What a variant remembers between calls: a cache of keys and values, or a recurrence's memory. Needs torch.
+
+A state is consumed by the call that it is handed to: the result may reuse its storage, using it again raises,
+and `clone()` forks it. States are plain dataclasses of tensors: they pickle, deepcopy and move between devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from attnlab.errors import InvalidInput, UnsupportedRequest
+
+S = TypeVar("S", bound="State")
+
+
+@dataclass(kw_only=True, eq=False)
+class State:
+    """Common to all states. `length` counts the tokens seen; every tensor has the batch as its first axis.
+
+    key_present: bool `[B, length]`, None where every token was present.
+    key_segments: integers `[B, length]` of packed input, None otherwise.
+    """
+
+    length: int = 0
+    key_present: Tensor | None = None
+    key_segments: Tensor | None = None
+    spent: bool = False
+
+    def spend(self, subject: str) -> None:
+        """Mark as consumed; `InvalidInput` where that happened before."""
+        self.check_unspent(subject)
+        self.spent = True
+
+    def check_unspent(self, subject: str) -> None:
+        if self.spent:
+            raise InvalidInput(
+                f"{subject}: this state was consumed by an earlier call; continue from that call's output.state, "
+                "or clone() a state before the call that should fork"
+            )
+
+    def _map(self: S, change: object) -> S:
+        values = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                value = change(value)  # type: ignore[operator]
+            values[f.name] = value
+        return replace(self, **values)
+
+    def clone(self: S) -> S:
+        """An independent copy that can be continued on its own."""
+        self.check_unspent("state.clone()")
+        return self._map(lambda t: t.clone())
+
+    def to(self: S, device: torch.device | str) -> S:
+        """The state on another device (the same storage where it is there already)."""
+        self.check_unspent("state.to()")
+        return self._map(lambda t: t.to(device))
+
+    def detach(self: S) -> S:
+        """The state cut from the autograd graph: truncated backpropagation through time."""
+        self.check_unspent("state.detach()")
+        return self._map(lambda t: t.detach())
+
+    def reorder(self: S, index: Tensor) -> S:
+        """The state whose row `b` is this one's row `index[b]` (beam search); a copy, so this one stays usable."""
+        self.check_unspent("state.reorder()")
+        if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+            raise InvalidInput("state.reorder: index must be an integer tensor [B]")
+        return self._map(lambda t: t.index_select(0, index))
+
+    def crop(self: S, length: int) -> S:
+        """The state after its first `length` tokens, where the mathematics allows."""
+        raise UnsupportedRequest(
+            "state.crop: a recurrence cannot forget its last tokens; clone() before they are fed"
+        )
+
+    def renewed(self: S) -> S:
+        """The same content as a fresh, unspent state."""
+        return replace(self, spent=False)
+
+    def check(
+        self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
+    ) -> None:
+        """Judge whether the state fits a call; `InvalidInput` otherwise."""
+        self.check_unspent(subject)
+        first = next(
+            (t for t in (getattr(self, f.name) for f in fields(self)) if isinstance(t, Tensor)), None
+        )
+        if first is not None:
+            if first.shape[0] != batch:
+                raise InvalidInput(
+                    f"{subject}: the state holds {first.shape[0]} sequences and the call {batch}"
+                )
+            if first.device != key.device:
+                raise InvalidInput(
+                    f"{subject}: the state is on {first.device} and key on {key.device}; move it with .to()"
+                )
+
+
+@dataclass(kw_only=True, eq=False)
+class CacheState(State):
+    """Keys `[B, Hkv, room, Dk]` and values `[B, Hkv, room, Dv]` of the tokens so far, in the keys' dtype.
+
+    `capacity` tokens are allocated at once and never exceeded; None grows by doubling. While autograd records,
+    appending concatenates, so that nothing saved for backward is written over.
+    """
+
+    key: Tensor
+    value: Tensor
+    capacity: int | None = None
+    shared: bool = False
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        capacity: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> CacheState:
+        room = capacity or 0
+        return cls(
+            key=torch.zeros(batch, kv_heads, room, key_dim, device=device, dtype=dtype),
+            value=torch.zeros(batch, kv_heads, room, value_dim, device=device, dtype=dtype),
+            capacity=capacity,
+        )
+
+    def check(
+        self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
+    ) -> None:
+        super().check(subject, batch, kv_heads, key_dim, value_dim, new, key)
+        held, asked = (
+            (self.key.shape[1], self.key.shape[3], self.value.shape[3]),
+            (kv_heads, key_dim, value_dim),
+        )
+        if held != asked:
+            raise InvalidInput(
+                f"{subject}: the state was made for key/value heads, key width, value width {held} and the call has {asked}"
+            )
+        if self.key.dtype != key.dtype:
+            raise InvalidInput(
+                f"{subject}: the state holds {self.key.dtype} and key is {key.dtype}; init_state(dtype=...)"
+            )
+        if self.capacity is not None and self.length + new > self.capacity:
+            raise InvalidInput(
+                f"{subject}: the state has a capacity of {self.capacity} tokens, holds {self.length} and got {new} more; "
+                "make it larger in init_state or leave capacity=None"
+            )
+
+    def append(
+        self, key: Tensor, value: Tensor, *, recording: bool, present: Tensor | None, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor, CacheState]:
+        """All keys, all values (views of the store) and the next state. `present` and `segments` span past and new."""
+        past, new = self.length, key.shape[2]
+        total = past + new
+        in_graph = self.key.requires_grad or self.value.requires_grad or self.shared
+        borrowed = self.key.is_inference() and not torch.is_inference_mode_enabled()
+        if recording or in_graph or borrowed or torch.compiler.is_compiling():
+            keys, values = (
+                torch.cat([store[:, :, :past], fresh], 2) if past else fresh
+                for store, fresh in ((self.key, key), (self.value, value))
+            )
+            store_k, store_v = keys, values
+        else:
+            store_k, store_v = self.key, self.value
+            if total > store_k.shape[2]:
+                room = max(total, 2 * past, 16)
+                store_k, store_v = (_grown(store, past, room) for store in (store_k, store_v))
+            store_k[:, :, past:total] = key
+            store_v[:, :, past:total] = value
+            keys, values = store_k[:, :, :total], store_v[:, :, :total]
+        following = replace(
+            self,
+            key=store_k,
+            value=store_v,
+            length=total,
+            key_present=present,
+            key_segments=segments,
+            spent=False,
+            shared=recording,
+        )
+        return keys, values, following
+
+    def crop(self, length: int) -> CacheState:
+        """The state after its first `length` tokens; shares storage, so this one is consumed."""
+        if not 0 <= length <= self.length:
+            raise InvalidInput(f"state.crop: length must lie in 0..{self.length}, got {length}")
+        self.spend("state.crop()")
+        return replace(
+            self,
+            length=length,
+            spent=False,
+            key_present=None if self.key_present is None else self.key_present[:, :length],
+            key_segments=None if self.key_segments is None else self.key_segments[:, :length],
+        )
+
+
+def _grown(store: Tensor, past: int, room: int) -> Tensor:
+    larger = store.new_zeros(*store.shape[:2], room, store.shape[3])
+    larger[:, :, :past] = store[:, :, :past]
+    return larger
+
+
+@dataclass(kw_only=True, eq=False)
+class LinearState(State):
+    """Sums of a kernelised variant: `kv [B, Hkv, P, Dv]` of `phi(k) v^T` and `z [B, Hkv, P]` of `phi(k)`, float32 or better."""
+
+    kv: Tensor
+    z: Tensor
+
+
+@dataclass(kw_only=True, eq=False)
+class RecurrentState(State):
+    """A recurrence's memory `S [B, Hkv, Dk, Dv]`, float32 or better."""
+
+    memory: Tensor

@@ -1,0 +1,54 @@
+"""Flash attention: exact softmax attention that never forms the weights [Dao et al. 2022; Dao 2023]. Needs torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnlab import Attention, AttentionOutput, Call, Capabilities, InvalidInput, UnsupportedRequest
+from attnlab.engines import fused_attention
+
+
+class FlashAttention(Attention):
+    """`softmax(q k^T / sqrt(Dk)) v` by tiles and online softmax, Dao et al. 2022, "FlashAttention", algorithm 1.
+
+    torch's own flash kernel, and nothing else: where that kernel cannot serve a request this variant refuses it. On CPU it
+    takes every float dtype and a key or pair mask; on CUDA half precision without masks. Weights, lse, bias, dropout, softcap
+    and sinks are not declared: `dot_product` serves the same formula with all of them. Parameter-free.
+    """
+
+    name = "flash"
+    formula = "softmax_dot_product"
+    capabilities = Capabilities(
+        causal=True,
+        key_mask=True,
+        mask=True,
+        scale=True,
+        cross_lengths=True,
+        gqa=True,
+        backward=True,
+        dtypes=frozenset({"float64", "float32", "bfloat16", "float16"}),
+        devices=frozenset({"cpu", "cuda"}),
+        exact=True,
+        normalised=True,
+        position_free=True,
+        linear_in_value=True,
+    )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out = fused_attention(query, key, value, call, call.scale)
+        except RuntimeError as fault:
+            if "No available kernel" not in str(fault):
+                raise
+            raise UnsupportedRequest(
+                f"{self.name}: torch's flash kernel takes no such call on {query.device.type} "
+                f"({query.dtype}, {list(query.shape)}); dot_product serves the same formula"
+            ) from fault
+        if out is None:
+            raise InvalidInput(
+                f"{self.name}: the mask of {query.shape[2]} queries and {key.shape[2]} keys is too large to build; "
+                "dot_product serves the same formula by tiles"
+            )
+        return AttentionOutput(out)

@@ -1,0 +1,71 @@
+"""Linearised attention: a kernel's feature map in place of the softmax [Katharopoulos et al. 2020]. Needs torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnlab import FeatureMapAttention, InvalidInput
+
+FEATURE_MAPS = ("elu", "relu", "squared_relu", "exp")
+
+
+class LinearisedAttention(FeatureMapAttention):
+    """`o_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)`, Katharopoulos et al. 2020, "Transformers are RNNs", eq. 5.
+
+    `feature_map` chooses phi, applied to each coordinate x:
+
+    - `"elu"`: `elu(x) + 1` (their eq. 7), computed as `exp(x)` below 0, where the sum would cancel.
+    - `"relu"`: `max(x, 0)`.  `"squared_relu"`: `max(x, 0)^2`.
+    - `"exp"`: `exp(x)`, for the query divided by its row's largest feature, which cancels in the quotient; for the key held to
+      `exp(60)`, so that sums of features stay finite in float32.
+
+    A query all of whose kernel values are exactly 0 (possible under relu, or where elu's features underflow) gets 0. Parameter-free.
+    """
+
+    name = "linearised"
+    formula = "linearised"
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        feature_map: str = "elu",
+    ) -> None:
+        if feature_map not in FEATURE_MAPS:
+            raise InvalidInput(
+                f"linearised: feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}"
+            )
+        super().__init__(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+        )
+        self.options = {"feature_map": feature_map}
+        if "relu" in feature_map:
+            self.narrow(
+                normalised="all kernel values of a query can be exactly 0 under relu; its output is then 0"
+            )
+
+    def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
+        kind = self.options["feature_map"]
+        if kind == "elu":
+            return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))
+        if kind == "relu":
+            return torch.relu(x)
+        if kind == "squared_relu":
+            return torch.relu(x).square()
+        if role == "query":
+            return torch.exp(x - x.detach().amax(-1, keepdim=True))
+        return torch.exp(x.clamp(max=60.0))
+
+    def num_features(self) -> int:
+        return self.key_dim
