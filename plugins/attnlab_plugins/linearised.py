@@ -17,7 +17,7 @@ class LinearisedAttention(FeatureMapAttention):
 
     `feature_map` chooses phi, applied to each coordinate x:
 
-    - `"elu"`: `elu(x) + 1` (their eq. 7), computed as `exp(x)` below 0, where the sum would cancel.
+    - `"elu"`: `elu(x) + 1` (their eq. 7), computed as `max(x, 0) + exp(min(x, 0))`, which does not cancel below 0.
     - `"relu"`: `max(x, 0)`.  `"squared_relu"`: `max(x, 0)^2`.
     - `"exp"`: `exp(x)`, for the query divided by its row's largest feature, which cancels in the quotient; for the key held to
       `exp(60)`, so that sums of features stay finite in float32.
@@ -58,7 +58,7 @@ class LinearisedAttention(FeatureMapAttention):
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
         kind = self.options["feature_map"]
         if kind == "elu":
-            return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))
+            return torch.relu(x) + torch.exp(x.clamp(max=0))
         if kind == "relu":
             return torch.relu(x)
         if kind == "squared_relu":

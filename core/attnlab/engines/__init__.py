@@ -6,7 +6,7 @@ linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, 
 
 from attnlab.engines.fused import fused_attention
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups
-from attnlab.engines.linear import align_to_queries, causal_linear, linear_attention
+from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
 from attnlab.engines.tiled import Scoring, tiled_attention
 
@@ -15,10 +15,11 @@ __all__ = [
     "accumulation_dtype",
     "align_to_queries",
     "causal_linear",
+    "causal_linear_blocks",
     "expand_heads",
     "fold_groups",
     "fused_attention",
-    "linear_attention",
+    "read_sums",
     "scan_recurrence",
     "tiled_attention",
 ]

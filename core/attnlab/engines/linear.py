@@ -7,24 +7,18 @@ Everything is computed in float32 or better; callers cast.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from attnlab.engines.heads import fold_groups
 
-CHUNK = 128
+CHUNK = 64
+BLOCK = 512  # tokens whose features, sums and products fit a second-level cache at 64 features
 
 
-def linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, normalise: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Every query sees every key: `(out [B, Hq, Lq, Dv], S [B, Hkv, P, Dv], z [B, Hkv, P])` from features `[B, H, L, P]`."""
-    kv = key.transpose(-1, -2) @ value  # [B, Hkv, P, Dv]
-    z = key.sum(-2)  # [B, Hkv, P]
-    return read(query, kv, z, normalise), kv, z
-
-
-def read(query: Tensor, kv: Tensor, z: Tensor, normalise: bool = True) -> Tensor:
+def read_sums(query: Tensor, kv: Tensor, z: Tensor, normalise: bool = True) -> Tensor:
     """What features `query [B, Hq, Lq, P]` read from sums `kv [B, Hkv, P, Dv]`, `z [B, Hkv, P]`; `[B, Hq, Lq, Dv]`."""
     grouped = fold_groups(query, kv.shape[1])  # [B, Hkv, G, Lq, P]
     out = (grouped @ kv[:, :, None]).flatten(1, 2)
@@ -35,9 +29,8 @@ def read(query: Tensor, kv: Tensor, z: Tensor, normalise: bool = True) -> Tensor
 
 
 def divided(out: Tensor, total: Tensor) -> Tensor:
-    """`out / total`, and 0 where total is exactly 0: a row that sees nothing, or only zero features."""
-    empty = total == 0
-    return torch.where(empty, torch.zeros_like(out), out / torch.where(empty, torch.ones_like(total), total))
+    """`out / total`, or `out` where total is exactly 0: nothing was summed there, so out is 0 as well."""
+    return out / total.masked_fill(total == 0, 1)
 
 
 def align_to_queries(
@@ -89,10 +82,45 @@ def causal_linear(
     normalise: bool = True,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Query i sees keys 0..i and the initial sums: `[B, Hq, L, Dv]` from features of one length L.
+    """Query i sees keys 0..i and the initial sums: `[B, Hq, L, Dv]` from features of one length L."""
 
-    Chunks of `chunk` tokens: inside one, the masked product; before it, the sums so far. `O(L C (P + Dv) + L P Dv)` work.
+    def block(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        return query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
+
+    return causal_linear_blocks(block, key.shape[2], kv, z, normalise=normalise, chunk=chunk)[0]
+
+
+def causal_linear_blocks(
+    block: Callable[[int, int], tuple[Tensor, Tensor, Tensor]],
+    length: int,
+    kv: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    normalise: bool = True,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query i sees keys 0..i and the initial sums: `(out [B, Hq, L, Dv], S_L, z_L)`.
+
+    `block(start, stop)` gives the features of those tokens, query `[B, Hq, n, P]`, key `[B, Hkv, n, P]`, and their values: so
+    a block's features are made, used and dropped while the cache holds them. Inside a block all chunks go at once: inside a
+    chunk the masked product, before it the sums so far. `O(L C (P + Dv) + L P Dv)` work, `O(L Dv)` memory beyond a block.
     """
+    outs = []
+    for start in range(0, length, BLOCK):
+        query, key, value = block(start, min(start + BLOCK, length))
+        if kv is None or z is None:
+            kv = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
+            z = key.new_zeros(*key.shape[:2], key.shape[3])
+        out, kv, z = _one_block(query, key, value, kv, z, normalise, chunk)
+        outs.append(out)
+    assert kv is not None
+    assert z is not None
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)), kv, z
+
+
+def _one_block(
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, kv_heads, length, features = key.shape
     width = value.shape[3]
     c = min(chunk, length)
@@ -103,23 +131,14 @@ def causal_linear(
     q = fold_groups(query, kv_heads).reshape(batch, kv_heads, -1, n, c, features)  # [B, Hkv, G, N, C, P]
     k = key.reshape(batch, kv_heads, n, c, features)  # [B, Hkv, N, C, P]
     v = value.reshape(batch, kv_heads, n, c, width)  # [B, Hkv, N, C, Dv]
-    sums = k.transpose(-1, -2) @ v  # [B, Hkv, N, P, Dv]: each chunk's own
-    tokens = k.sum(-2)  # [B, Hkv, N, P]
-    before_kv = _exclusive(sums, kv)  # [B, Hkv, N, P, Dv]
-    before_z = _exclusive(tokens, z)
-    inner = (q @ k[:, :, None].transpose(-1, -2)).tril()  # [B, Hkv, G, N, C, C]
-    out = inner @ v[:, :, None] + q @ before_kv[:, :, None]  # [B, Hkv, G, N, C, Dv]
+    sums = torch.cat([kv[:, :, None], k.transpose(-1, -2) @ v], 2).cumsum(2)  # [B, Hkv, N + 1, P, Dv]
+    inner = (q @ k[:, :, None].transpose(-1, -2)).tril_()  # [B, Hkv, G, N, C, C]
+    out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None, :-1])  # [B, Hkv, G, N, C, Dv]
+    tokens = torch.cat([z[:, :, None], k.sum(-2)], 2).cumsum(2)  # [B, Hkv, N + 1, P]
     if normalise:
-        total = inner.sum(-1, keepdim=True) + q @ before_z[:, :, None, ..., None]  # [B, Hkv, G, N, C, 1]
-        out = divided(out, total)
+        out = divided(out, inner.sum(-1, keepdim=True).add_(q @ tokens[:, :, None, :-1, :, None]))
     whole: Tensor = out.flatten(3, 4).flatten(1, 2)  # [B, Hq, N C, Dv]
-    return whole[:, :, :length] if pad else whole
-
-
-def _exclusive(parts: Tensor, initial: Tensor | None) -> Tensor:
-    """Prefix sums over the chunk axis (2) that leave out the chunk itself, started at `initial`."""
-    start = torch.zeros_like(parts[:, :, :1]) if initial is None else initial[:, :, None]
-    return torch.cat([start, parts[:, :, :-1]], 2).cumsum(2)
+    return (whole[:, :, :length] if pad else whole), sums[:, :, -1], tokens[:, :, -1]
 
 
 def _plus(old: Tensor | None, new: Tensor) -> Tensor:

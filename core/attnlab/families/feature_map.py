@@ -10,7 +10,7 @@ from torch import Tensor
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.heads import accumulation_dtype, expand_heads
-from attnlab.engines.linear import align_to_queries, causal_linear, divided, linear_attention, read
+from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, divided, read_sums
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
 from attnlab.state import LinearState, State
@@ -67,31 +67,46 @@ class FeatureMapAttention(Attention):
         return None if self.normalise else super().default_scale()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        wide = accumulation_dtype(query.dtype)
         seen = call.visibility
         if seen is None:
             seen = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-        q = self.feature_map(query.to(wide), role="query", positions=seen.query_positions)
-        k, v = self._features(key, value, seen)
-        state = call.state
+        state, new = call.state, key.shape[2]
         assert state is None or isinstance(state, LinearState)
         kv, z = (None, None) if state is None else (state.kv, state.z)
-        if seen.right is None:
-            out, new_kv, new_z = linear_attention(q, k, v, self.normalise)
-            if kv is not None and z is not None:
-                new_kv, new_z = kv + new_kv, z + new_z
-                out = read(q, new_kv, new_z, self.normalise)
+        q = k = None
+        offset = 0 if seen.right is None else relative_offset(self.name, seen.offset, state)
+        if seen.right is not None and isinstance(offset, int) and offset == 0 and query.shape[2] == new:
+            # The common causal call: features are made block by block, while the cache holds them.
+            def block(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+                return self._query_features(query, seen, start, stop), *self._features(
+                    key, value, seen, start, stop
+                )
+
+            out, kv, z = causal_linear_blocks(block, new, kv, z, normalise=self.normalise)
         else:
-            offset = relative_offset(self.name, seen.offset, state)
-            moved_k, moved_v, kv0, z0 = align_to_queries(k, v, offset, query.shape[2], kv, z)
-            out = causal_linear(q, moved_k, moved_v, kv0, z0, normalise=self.normalise)
-            if state is not None and kv is not None and z is not None:
-                new_kv, new_z = kv + k.transpose(-1, -2) @ v, z + k.sum(-2)
+            q = self._query_features(query, seen, 0, query.shape[2])
+            k, v = self._features(key, value, seen, 0, new)
+            if seen.right is None:
+                kv, z = _added(kv, z, k, v)
+                out = read_sums(q, kv, z, self.normalise)
+            else:
+                moved_k, moved_v, kv0, z0 = align_to_queries(k, v, offset, query.shape[2], kv, z)
+                out = causal_linear(q, moved_k, moved_v, kv0, z0, normalise=self.normalise)
+                if state is not None:
+                    kv, z = _added(kv, z, k, v)
         if call.scale is not None or not self.normalise:
             scale = self.default_scale() if call.scale is None else float(call.scale)
             out = out if scale is None else out * scale
-        following = None if state is None else self._following(state, new_kv, new_z, key.shape[2], seen)
-        weights = self._weights(q, k, seen).to(query.dtype) if call.need_weights else None
+        following = None
+        if state is not None:
+            assert kv is not None
+            assert z is not None
+            following = LinearState(length=state.length + new, kv=kv, z=z)
+        weights = None
+        if call.need_weights:
+            q = self._query_features(query, seen, 0, query.shape[2]) if q is None else q
+            k = self._features(key, value, seen, 0, new)[0] if k is None else k
+            weights = self._weights(q, k, seen).to(query.dtype)
         return AttentionOutput(out.to(query.dtype), weights, None, following)
 
     def init_state(
@@ -112,24 +127,28 @@ class FeatureMapAttention(Attention):
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
         assert isinstance(call.state, LinearState)
         assert call.visibility is not None
-        k, v = self._features(key, value, call.visibility)
-        kv, z = call.state.kv + k.transpose(-1, -2) @ v, call.state.z + k.sum(-2)
-        return self._following(call.state, kv, z, key.shape[2], call.visibility)
+        k, v = self._features(key, value, call.visibility, 0, key.shape[2])
+        kv, z = _added(call.state.kv, call.state.z, k, v)
+        return LinearState(length=call.state.length + key.shape[2], kv=kv, z=z)
 
-    def _features(self, key: Tensor, value: Tensor, seen: Visibility) -> tuple[Tensor, Tensor]:
-        """Key features and values in the wide dtype; absent slots' features are zero after the map."""
+    def _query_features(self, query: Tensor, seen: Visibility, start: int, stop: int) -> Tensor:
+        wide = accumulation_dtype(query.dtype)
+        positions = seen.query_positions[..., start:stop]
+        return self.feature_map(query[:, :, start:stop].to(wide), role="query", positions=positions)
+
+    def _features(
+        self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
+        """Features and values of new tokens in the wide dtype; absent slots' features are zero after the map."""
         wide = accumulation_dtype(key.dtype)
-        new = key.shape[2]
-        positions = seen.key_positions[..., seen.key_length - new :]
-        k = self.feature_map(key.to(wide), role="key", positions=positions)
+        past = seen.key_length - key.shape[2]
+        at = slice(past + start, past + stop)
+        k = self.feature_map(
+            key[:, :, start:stop].to(wide), role="key", positions=seen.key_positions[..., at]
+        )
         if seen.key_present is not None:
-            k = k.masked_fill(~seen.key_present[:, None, seen.key_length - new :, None], 0)
-        return k, value.to(wide)
-
-    def _following(
-        self, state: LinearState, kv: Tensor, z: Tensor, new: int, seen: Visibility
-    ) -> LinearState:
-        return LinearState(length=state.length + new, kv=kv, z=z, key_present=None)
+            k = k.masked_fill(~seen.key_present[:, None, at, None], 0)
+        return k, value[:, :, start:stop].to(wide)
 
     def _weights(self, q: Tensor, k: Tensor, seen: Visibility) -> Tensor:
         """Effective weights `[B, Hq, Lq, Lk]`: the linear map from value to out."""
@@ -138,3 +157,9 @@ class FeatureMapAttention(Attention):
         if visible is not None:
             a = a.masked_fill(~visible, 0)
         return divided(a, a.sum(-1, keepdim=True)) if self.normalise else a
+
+
+def _added(kv: Tensor | None, z: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums `(kv, z)` with the tokens of features k and values v added."""
+    new_kv, new_z = k.transpose(-1, -2) @ v, k.sum(-2)
+    return (new_kv if kv is None else kv + new_kv), (new_z if z is None else z + new_z)
