@@ -1,0 +1,56 @@
+# `make` prints this file's targets. Needs Python >= 3.10, git and make; everything else goes into .venv.
+.DEFAULT_GOAL := help
+.PHONY: help compare test test-full check lint clean always
+.SUFFIXES:
+
+# What a user's shell may carry must not reach the tests or the tables.
+unexport PYTHONPATH PYTHONHOME PYTHONOPTIMIZE PYTHONWARNINGS PYTEST_ADDOPTS PYTEST_PLUGINS ATTNLAB_REGISTRY ATTNLAB_TRUST
+
+# The first that exists, runs (a version manager's stand-in may not), has venv and fits the pinned torch.
+PROBE := import sys, venv, ensurepip; sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 14)))
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.10 python3.14 python; do \
+	"$$p" -c '$(PROBE)' >/dev/null 2>&1 && echo "$$p" && break; done)
+endif
+
+VENV := .venv
+RUN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
+STAMP := $(VENV)/attnlab.stamp
+# Set up again where the checkout was moved or the environment's Python is gone.
+STALE := $(shell test -f $(STAMP) && test "$$(cat $(STAMP))" = "$$(pwd -P)" && $(RUN) -c '' 2>/dev/null || echo always)
+
+NAMES ?= *
+ARGS ?=
+
+help:
+	@echo 'make compare    set up once, then print the table of all variants (ARGS="..." are passed on)'
+	@echo 'make test       set up once, then run the tests (ARGS="..." are passed on to pytest)'
+	@echo 'make test-full  the tests and the long checks'
+	@echo 'make check      the conformance checks of all variants, or NAMES="flash additive"'
+	@echo 'make lint       ruff and mypy --strict'
+	@echo 'make clean      remove the environment and the caches; run folders stay'
+	@echo 'PYTHON=...      choose the interpreter that makes the environment (now: $(or $(PYTHON),none found))'
+
+compare: $(STAMP)
+	@$(RUN) -m attnlab compare $(ARGS)
+
+test: $(STAMP)
+	@$(RUN) -m pytest -q -m 'not full' $(ARGS)
+
+test-full: $(STAMP)
+	@$(RUN) -m pytest -q $(ARGS)
+
+check: $(STAMP)
+	@$(RUN) -m attnlab check $(foreach name,$(NAMES),'$(name)') $(ARGS)
+
+lint: $(STAMP)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find core plugins evaluations tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt .ci/setup_environment.py $(STALE)
+	@test -n '$(PYTHON)' || { echo 'attnlab needs Python 3.10 to 3.14 with venv (Debian and Ubuntu: apt install python3-venv); make PYTHON=/path/to/python names one' >&2; exit 1; }
+	@'$(PYTHON)' .ci/setup_environment.py

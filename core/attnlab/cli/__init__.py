@@ -1,0 +1,81 @@
+"""The command line: `attnlab`, or `python -m attnlab`. Needs no torch; commands import it where they compute.
+
+Exit codes: 0 success; 1 a check or comparison failed; 2 wrong use; 3 a fault of attnlab itself; 130 and
+141 as shells expect them for an interrupt and for a reader (`| head`) that has gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from attnlab.errors import AttnlabError
+
+__all__ = ["main"]
+
+SUCCESS, FAILED, WRONG_USE, OUR_FAULT, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Nothing that can be typed ends in a traceback.
+
+    `argv` are the words after the program's name, by default the process's own. `ATTNLAB_DEBUG=1` shows the
+    traceback of any error.
+    """
+    from attnlab.cli import dispatch, terminal
+
+    terminal.prepare()
+    try:
+        code = dispatch.run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse's --help and --version, or a plugin's command
+        return _code_of(stop)
+    except KeyboardInterrupt:
+        terminal.say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        terminal.abandon_output()
+        return READER_GONE
+    except AttnlabError as problem:
+        _traceback_if_asked()
+        terminal.say(str(problem))
+        return WRONG_USE
+    except ImportError as problem:
+        _traceback_if_asked()
+        terminal.say(f"{problem}; this command needs what cannot be imported, see `attnlab doctor`")
+        return WRONG_USE
+    except OSError as problem:
+        _traceback_if_asked()
+        terminal.abandon_output()
+        terminal.say(f"{problem.filename or 'reading or writing'}: {problem.strerror or problem}")
+        return WRONG_USE
+    except Exception as problem:
+        if _traceback_if_asked():
+            return OUR_FAULT
+        terminal.say(
+            f"unexpected {type(problem).__name__}: {problem}; this is a fault of attnlab or of a plugin: "
+            "please report it with the output of `ATTNLAB_DEBUG=1 attnlab ...` and `attnlab doctor`"
+        )
+        return OUR_FAULT
+
+
+def _code_of(stop: SystemExit) -> int:
+    """The exit code that Python itself would give for `stop`; a text is printed and counts as wrong use."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or SUCCESS
+    from attnlab.cli import terminal
+
+    terminal.say(str(stop.code))
+    return WRONG_USE
+
+
+def _traceback_if_asked() -> bool:
+    """Print the current exception's traceback where `ATTNLAB_DEBUG` is set (and not 0); whether it was."""
+    if os.environ.get("ATTNLAB_DEBUG", "") in ("", "0"):
+        return False
+    import traceback
+
+    traceback.print_exc()
+    return True

@@ -1,0 +1,40 @@
+"""Which variants are meant by the names and patterns of a command line. Needs the standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from attnlab.errors import UnknownVariant, nearest
+
+WILD = frozenset("*?[")
+
+
+def is_pattern(name: str) -> bool:
+    """Whether `name` holds a wildcard (`*`, `?`, `[...]`)."""
+    return any(character in WILD for character in name)
+
+
+def select(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The known names that `wanted` asks for, each once, in the order asked; all where nothing is asked.
+
+    `UnknownVariant` with the nearest names for one that matches none.
+    """
+    if not wanted:
+        return list(known)
+    chosen: dict[str, None] = {}
+    for name in wanted:
+        found = (
+            [k for k in known if fnmatchcase(k, name)]
+            if is_pattern(name)
+            else [k for k in known if k == name]
+        )
+        if not found:
+            what = (
+                "no registered variant matches the pattern"
+                if is_pattern(name)
+                else "no variant is registered as"
+            )
+            raise UnknownVariant(f"{what} {name!r}; {nearest(name, known)}")
+        chosen.update(dict.fromkeys(found))
+    return list(chosen)

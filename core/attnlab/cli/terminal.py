@@ -1,0 +1,105 @@
+"""What the command line knows about the terminal: encodings, colour, width, progress."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
+PATIENCE = 2.0  # seconds before a progress line appears
+
+
+def prepare() -> None:
+    """Let stdout and stderr show what their encoding lacks as an escape, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def shown(text: str, stream: TextIO | None = None) -> str:
+    """`text` as `stream` (default stdout) will show it, so that widths are those of the screen."""
+    encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
+    try:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    except LookupError:
+        return text
+
+
+def speaks_unicode(stream: TextIO | None = None) -> bool:
+    """Whether every character can be written to `stream` (default stdout) as it is."""
+    return (getattr(stream or sys.stdout, "encoding", None) or "").lower().replace("-", "").startswith("utf")
+
+
+def say(message: str) -> None:
+    """One `attnlab: message` line on stderr; silent where even that is closed."""
+    with suppress(OSError, ValueError):
+        print(f"attnlab: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def abandon_output() -> None:
+    """Point stdout at nothing, so that Python's last flush does not complain about the gone reader."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person is looking at `stream`."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def paint(text: str, colour: str) -> str:
+    """`text` in a colour where stdout is a terminal that shows colour and `NO_COLOR` is unset or empty."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not is_terminal(sys.stdout):
+        return text
+    return f"\033[{COLOURS[colour]}m{text}\033[0m"
+
+
+def width() -> int | None:
+    """Columns of the terminal behind stdout, or None where stdout is no terminal (nothing is cut then)."""
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
+
+
+class Line:
+    """The text of a progress line, which the work may change as it goes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Line]:
+    """While the body runs longer than two seconds: a text and the seconds on stderr, on a terminal only."""
+    line = Line(text)
+    if not is_terminal(sys.stderr):
+        yield line
+        return
+    done = threading.Event()
+    started = time.monotonic()
+
+    def tick() -> None:
+        wait = PATIENCE
+        while not done.wait(wait):
+            sys.stderr.write(f"\r\033[K{line.text} ... {time.monotonic() - started:.0f} s ")
+            sys.stderr.flush()
+            wait = 1.0
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield line
+    finally:
+        done.set()
+        ticker.join()
+        if time.monotonic() - started > PATIENCE:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()

@@ -1,0 +1,74 @@
+"""What every test gets: one torch thread setting, a fixed seed, and none of the user's own files.
+
+Works without torch, so that the tests marked `no_torch` run on a Python that lacks it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = int(os.environ.get("ATTNLAB_TEST_SEED", "20140901"))
+# What a user's shell may carry that would change what a test sees.
+FOREIGN = (
+    "ATTNLAB_REGISTRY", "ATTNLAB_TRUST", "ATTNLAB_DISABLE", "ATTNLAB_DEBUG", "NO_COLOR", "FORCE_COLOR",
+    "PYTHON_COLORS", "PYTHONIOENCODING", "PYTHONUTF8", "COLUMNS",
+)  # fmt: skip
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Two threads for torch: what the smallest machine has, and the same roundings everywhere."""
+    if HAS_TORCH and not config.option.help:
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without torch, only files that hold tests marked `no_torch` are imported."""
+    if HAS_TORCH or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return True if "no_torch" not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_report_header() -> str:
+    return f"attnlab: seed {SEED} (ATTNLAB_TEST_SEED), torch {'there' if HAS_TORCH else 'not installed'}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failing test prints its seed."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.failed:
+        report.sections.append(("seed", f"ATTNLAB_TEST_SEED={SEED}"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(SEED)
+    if HAS_TORCH:
+        import torch
+
+        torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _no_foreign_files(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The user's registry and trusted files are elsewhere, and so is the project that the tests run in."""
+    monkeypatch.setenv("ATTNLAB_HOME", str(tmp_path_factory.mktemp("home")))
+    for name in FOREIGN:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def root() -> Path:
+    """The checkout."""
+    return ROOT
