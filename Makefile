@@ -49,7 +49,7 @@ lint: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find core plugins evaluations tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find core plugins evaluations tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt .ci/setup_environment.py $(STALE)
 	@test -n '$(PYTHON)' || { echo 'attnlab needs Python 3.10 to 3.14 with venv (Debian and Ubuntu: apt install python3-venv); make PYTHON=/path/to/python names one' >&2; exit 1; }

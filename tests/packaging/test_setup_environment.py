@@ -27,7 +27,7 @@ class Usage(NamedTuple):
 @pytest.fixture
 def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "setup_environment", ROOT / "tools" / "setup_environment.py"
+        "setup_environment", ROOT / ".ci" / "setup_environment.py"
     )
     assert spec is not None
     assert spec.loader is not None
