@@ -1,0 +1,222 @@
+"""What the registry tells about a variant without importing it, and whether it could be used here.
+
+Needs no torch: everything comes from YAML, from metadata and from asking the import system where a
+module is.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.machinery
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnlab._entry_points import disabled, normalised
+from attnlab.errors import AttnlabError, PluginError, RegistryFileError, VariantUnavailable
+from attnlab.registry import trust
+from attnlab.registry.merge import Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantInfo:
+    """One variant as its registry row (and, for a preset, its parent's) tells it. No code ran for it.
+
+    A fact that is not stated is "" or an empty tuple; `capabilities` is None then, since an empty tuple
+    claims nothing. `options` are the defaults after `extends`, `own_options` those of the row itself;
+    `lists_options` says whether they name everything that the class accepts. `unavailable` is one
+    sentence, None where nothing speaks against creating the variant. `file` is None, and `line` 0, for
+    a class that the running program registered.
+    """
+
+    name: str
+    summary: str
+    target: str
+    family: str
+    formula: str
+    source: str
+    options: dict[str, Any]
+    own_options: dict[str, Any]
+    lists_options: bool
+    extends: str | None
+    hf_name: str | None
+    capabilities: tuple[str, ...] | None
+    dtypes: tuple[str, ...]
+    devices: tuple[str, ...]
+    requires: tuple[str, ...]
+    api_version: int | None
+    file: Path | None
+    line: int
+    layer: str
+    owner: str
+    replaces: bool
+    unavailable: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a variant cannot be used: the error that using it raises, and the sentence."""
+
+    error: type[AttnlabError]
+    reason: str
+
+    def raised_for(self, name: str) -> AttnlabError:
+        """The error to raise; a registry file's sentence opens with its place and stays as it is."""
+        return self.error(self.reason if self.error is RegistryFileError else f"{name}: {self.reason}")
+
+
+def describe(entry: Entry, failure: str | None) -> VariantInfo:
+    """The public facts of an entry. `failure` is what an earlier attempt to load it ended in, if any."""
+    facts, row = entry.facts, entry.row
+    refusal = refuse(entry)
+    target = row.cls or entry.home.row.target
+    return VariantInfo(
+        name=entry.name,
+        summary=facts.get("summary", ""),
+        target=f"{target.__module__}:{target.__qualname__}"
+        if isinstance(target, type)
+        else str(target or ""),
+        family=facts.get("family", ""),
+        formula=facts.get("formula", ""),
+        source=facts.get("source", ""),
+        options=copy.deepcopy(facts.get("options", {})),
+        own_options=copy.deepcopy(row.facts.get("options", {})),
+        lists_options=entry.lists_options,
+        extends=row.extends,
+        hf_name=facts.get("hf_name"),
+        capabilities=facts.get("capabilities"),
+        dtypes=facts.get("dtypes", ()),
+        devices=facts.get("devices", ()),
+        requires=facts.get("requires", ()),
+        api_version=facts.get("api_version"),
+        file=None if row.cls else row.spot.path,
+        line=row.spot.line,
+        layer=entry.read.layer.layer,
+        owner=entry.read.layer.owner,
+        replaces=row.replaces,
+        unavailable=refusal.reason if refusal else failure,
+    )
+
+
+def refuse(entry: Entry) -> Refusal | None:
+    """What speaks against using the variant, found without importing its code; None where nothing does."""
+    if entry.spoiled:
+        return Refusal(RegistryFileError, entry.spoiled)
+    off = disabled()
+    for name in (entry.name, entry.home.name):
+        if normalised(name) in off:
+            return Refusal(VariantUnavailable, f"{name!r} is disabled by ATTNLAB_DISABLE")
+    facts = entry.facts
+    if (wanted := facts.get("api_version")) is not None and (mismatch := api_mismatch(entry, wanted)):
+        return Refusal(PluginError, mismatch)
+    if entry.home.row.cls is None and (refusal := _refuse_target(entry.home)):
+        return refusal
+    # Every class derives from torch's Module; saying so here beats an import error later.
+    for module in (*facts.get("requires", ()), *(() if entry.home.row.cls else ("torch",))):
+        if not exists(module):
+            return Refusal(
+                VariantUnavailable,
+                f"needs the module {module!r}, which is not installed; try: pip install {module}",
+            )
+    return None
+
+
+def api_mismatch(entry: Entry, found: Any) -> str:
+    """A sentence where a plugin's interface version is not the one of this attnlab, else ""."""
+    from attnlab import API_VERSION
+
+    if isinstance(found, int) and not isinstance(found, bool) and found == API_VERSION:
+        return ""
+    plugin = entry.home.read.layer.owner or entry.home.where
+    return (
+        f"the plugin {plugin} is written for api_version {found!r}, this attnlab provides {API_VERSION}; "
+        f"install a release of the plugin for api_version {API_VERSION}, or another attnlab"
+    )
+
+
+def exists(module: str) -> bool:
+    """Whether a top-level module could be imported, asked without importing it."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except Exception:  # a foreign import hook may raise anything
+        return False
+
+
+def _refuse_target(home: Entry) -> Refusal | None:
+    """The target's side: is the file trusted and there, can the module be found, whose folder is it in."""
+    target, layer = home.row.target, home.read.layer
+    assert target is not None
+    found = not layer.named and layer.layer != "package"
+    if target.path:
+        try:
+            source = trust.trusted_source(layer.path, home.read.digest, target.path, needed=found)
+        except RegistryFileError as error:
+            sentence = str(error).removeprefix(f"{layer.path}: ")
+            return Refusal(RegistryFileError, str(home.row.spots["target"].error(sentence)))
+        if source is None:
+            what = (
+                f"the target {target} is in a file that was found, not named, and is not trusted as it is now"
+            )
+            return Refusal(
+                VariantUnavailable, f"{what}; read both files, then run: attnlab trust {layer.path}"
+            )
+        return None
+    spec = _spec(target.module)
+    if spec is None:
+        top = target.module.partition(".")[0]
+        missing = f"there is no module {target.module!r} (target {target}, from {home.where})"
+        hint = f"install the package that has {top!r}" if not exists(top) else "correct the target"
+        return Refusal(VariantUnavailable, f"{missing}; {hint}")
+    if found and os.environ.get("ATTNLAB_TRUST") != "1" and (place := _beside(layer.path, spec)):
+        what = f"the module of {target} is {place}, beside {layer.path}, which was found, not named"
+        hint = (
+            f"write the target as path/to/file.py:{target.attribute} and run attnlab trust, or name the file"
+        )
+        return Refusal(VariantUnavailable, f"{what}; {hint} with --registry")
+    return None
+
+
+def _spec(module: str) -> importlib.machinery.ModuleSpec | bool | None:
+    """The module's spec; None where it is surely missing, True where only an import could tell."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__spec__", None) or True
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        for depth, _ in enumerate(rest, start=2):
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            name = ".".join(module.split(".")[:depth])
+            spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    except Exception:  # a foreign import hook, or a namespace package that only an import resolves
+        return True
+    return spec
+
+
+def _beside(yaml_path: Path, spec: importlib.machinery.ModuleSpec | bool) -> Path | None:
+    """Where a module is, if that is below the YAML file's folder and not in an installed environment.
+
+    With the working directory on the path, a cloned folder could otherwise bring a module of its own and
+    a registry file that names it.
+    """
+    if isinstance(spec, bool):
+        return None
+    folder = Path(os.path.realpath(yaml_path)).parent
+    paths = sysconfig.get_paths()
+    installed = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    roots = [Path(os.path.realpath(root)) for root in installed]
+    for origin in (spec.origin, *(spec.submodule_search_locations or ())):
+        if not origin or not os.path.exists(origin):
+            continue
+        place = Path(os.path.realpath(origin))
+        if place.is_relative_to(folder) and not any(place.is_relative_to(root) for root in roots):
+            return place
+    return None
