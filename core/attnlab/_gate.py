@@ -26,6 +26,11 @@ UNKNOWN = 1 << len(BIT)
 """The bit of a dtype or device that no variant can declare."""
 
 
+def autocast_on(device: torch.device) -> bool:
+    """Whether autocast casts on this device; some devices (meta) know no autocast."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def device_bit(device: torch.device) -> int:
     return _DEVICE_BITS.get(device.type, UNKNOWN)
 
@@ -147,7 +152,7 @@ def explain_shapes(variant: Attention, query: Any, key: Any, value: Any) -> tupl
         raise InvalidInput(
             f"{name}: query, key and value must share a device, got {device}, {key.device} and {value.device}; move them together"
         )
-    if torch.is_autocast_enabled(device.type):
+    if autocast_on(device):
         target = torch.get_autocast_dtype(device.type)
         query, key, value = (
             t.to(target) if t.is_floating_point() and t.dtype != torch.float64 else t

@@ -19,6 +19,7 @@ from attnlab._gate import (
     BITS,
     DTYPE_BITS,
     UNKNOWN,
+    autocast_on,
     check_extras,
     describe_refusal,
     device_bit,
@@ -249,7 +250,7 @@ class Attention(nn.Module):
             )
         except (AttributeError, ValueError, TypeError):
             fits = False
-        if not fits or torch.is_autocast_enabled(device.type):
+        if not fits or (torch._C._is_any_autocast_enabled() and autocast_on(device)):
             query, key, value = explain_shapes(self, query, key, value)
             batch, heads, lq, dq = query.shape
             lk, kv_heads, dv, dtype, device = (

@@ -165,7 +165,7 @@ class CacheState(State):
         borrowed = self.key.is_inference() and not torch.is_inference_mode_enabled()
         if recording or in_graph or borrowed or torch.compiler.is_compiling():
             keys, values = (
-                torch.cat([store[:, :, :past], fresh], 2) if past else fresh
+                torch.cat([store[:, :, :past], fresh], 2)
                 for store, fresh in ((self.key, key), (self.value, value))
             )
             store_k, store_v = keys, values

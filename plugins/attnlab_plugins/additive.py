@@ -67,4 +67,4 @@ class AdditiveAttention(ScoreAttention):
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         hidden = torch.tanh(query.to(wide)[:, :, :, None] + key.to(wide)[:, :, None])  # [B, H, tq, tk, A]
-        return (hidden @ self.v.to(wide)[:, None, :, None])[..., 0]
+        return torch.einsum("bhqka,ha->bhqk", hidden, self.v.to(wide))

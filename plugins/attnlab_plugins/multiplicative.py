@@ -122,5 +122,5 @@ class MultiplicativeAttention(ScoreAttention):
         if self.score == "concat":
             wide = torch.float64 if query.dtype == torch.float64 else torch.float32
             hidden = torch.tanh(query.to(wide)[:, :, :, None] + key.to(wide)[:, :, None])  # [B, H, tq, tk, A]
-            return (hidden @ self.v_a.to(wide)[:, None, :, None])[..., 0]
+            return torch.einsum("bhqka,ha->bhqk", hidden, self.v_a.to(wide))
         return super().scores(query, key, query_positions=query_positions, key_positions=key_positions)

@@ -34,6 +34,9 @@ def fused_attention(
         or call.dropout_p
     ):
         return None
+    if scale is not None and scale <= 0:
+        # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
+        query, scale = query * scale, 1.0
     grouped = query.shape[1] != key.shape[1]
     seen = call.visibility
     if seen is None and call.bias is None:

@@ -1,0 +1,156 @@
+"""Dropout: seeded, unbiased, on the weights, the same mask backward. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, Scope
+from attnlab.conformance.derivatives import direction_for, gradients
+from attnlab.conformance.inputs import Inputs, define, draw, reduction_terms
+from attnlab.conformance.messages import demand, demand_close
+from attnlab.conformance.tolerances import Bound, largest, rounding_bound
+
+SIGMAS = 6.0
+"""A correct variant misses a 6 sigma bound twice in 10^9 draws, and the draws are seeded."""
+
+
+def check_dropout_drops_that_share(variant: Any, case: Case) -> None:
+    """A share p of the weights is dropped; the kept ones are divided by 1 - p."""
+    inputs, weights = _identity_values(variant, case)
+    for p in (0.1, 0.5, 0.9):
+        seen = _seeded(variant, inputs, 1, dropout_p=p).to(torch.float64)  # the weights after dropout
+        counted = weights > 1e-3
+        kept = (seen != 0) & counted
+        limit = rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=1 / (1 - p))
+        demand_close(
+            seen,
+            torch.where(kept, weights / (1 - p), torch.where(counted, 0.0, seen)),
+            limit,
+            variant,
+            case,
+            what="weights after dropout",
+            versus=f"weight / (1 - p) where kept, 0 where dropped (p = {p})",
+            advice="Dropout acts on the normalised weights and divides the kept ones by 1 - p",
+        )
+        n = int(counted.sum())
+        share = 1 - int(kept.sum()) / n
+        bound = SIGMAS * (p * (1 - p) / n) ** 0.5
+        demand(
+            abs(share - p) <= bound,
+            variant,
+            case,
+            f"dropout_p = {p} dropped a share of {share:.4f} of {n} weights, bound {p} +- {bound:.4f} "
+            f"({SIGMAS:.0f} sigma of a binomial)",
+            "Drop each weight with probability p, independently",
+        )
+        for axis, word in ((0, "batch items"), (1, "heads"), (2, "queries")):
+            first, second = kept.select(axis, -1), kept.select(axis, -2)
+            both = counted.select(axis, -1) & counted.select(
+                axis, -2
+            )  # hundreds of pairs that differ by chance 1/2
+            demand(
+                p != 0.5 or bool((first != second)[both].any()),
+                variant,
+                case,
+                f"two {word} share one dropout mask",
+                "Draw a mask of the full shape [B, Hq, Lq, Lk]",
+            )
+
+
+def check_dropout_is_seeded(variant: Any, case: Case) -> None:
+    """The same seed gives the same bits, another seed others, and p = 0 is no dropout at all."""
+    inputs = draw(case, variant)
+    first, again, other = (_seeded(variant, inputs, seed, dropout_p=0.5) for seed in (1, 1, 2))
+    demand(
+        bool(torch.equal(first, again)),
+        variant,
+        case,
+        "the same seed gives two outputs with dropout_p = 0.5",
+        "Draw from torch's default generator of the device only",
+    )
+    demand(
+        not bool(torch.equal(first, other)),
+        variant,
+        case,
+        "two seeds give one output with dropout_p = 0.5",
+        "dropout_p is ignored, or the mask is fixed",
+    )
+    with torch.no_grad():
+        plain = inputs.run(variant).out
+        none = inputs.run(variant, dropout_p=0.0).out
+    demand(
+        bool(torch.equal(plain, none)),
+        variant,
+        case,
+        "dropout_p = 0 changes the output",
+        "0 means no dropout",
+    )
+
+
+def check_dropout_backward_uses_the_forward_mask(variant: Any, case: Case) -> None:
+    """Out is linear in value for one mask, so <grad_value, value> must equal <grad_out, out>."""
+    inputs = draw(case, variant)
+    direction = direction_for(inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        out, found = gradients(variant, inputs, direction, dropout_p=0.4)
+    left = (found["value"].to(torch.float64) * inputs.value).sum()
+    right = (direction.to(torch.float64) * out).sum()
+    size = largest(direction) * largest(inputs.value) * out.numel()
+    limit: Bound = rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size)
+    demand_close(
+        left.reshape(1),
+        right.reshape(1),
+        limit,
+        variant,
+        case,
+        what="<gradient of value, value>",
+        versus="<grad_out, out>, which it equals when both use one mask",
+        advice="A backward that recomputes must restore the generator's state of the forward",
+    )
+
+
+def _identity_values(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
+    """Values that are the unit vectors, so that out is the weights; and the definition's weights."""
+    inputs = draw(case, variant)
+    eye = torch.eye(case.key_length, case.value_dim, dtype=inputs.value.dtype, device=inputs.value.device)
+    inputs = inputs.with_tensors(value=eye.expand_as(inputs.value).clone())
+    with torch.no_grad():
+        return inputs, define(variant, inputs)["out"]
+
+
+def _seeded(variant: Any, inputs: Inputs, seed: int, **more: Any) -> Tensor:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        out: Tensor = inputs.run(variant, **more).out
+    return out
+
+
+def _statistics(scope: Scope) -> Iterable[Case]:
+    sizes = {"needs": ("dropout",), "dtype": scope.base, "batch": 6, "num_heads": 4, "num_kv_heads": 4}
+    for labels in ((), ("causal",)):
+        yield case(*labels, **sizes, query_length=24, key_length=8)
+        yield case(*labels, **sizes, query_length=8, key_length=8)
+
+
+def _cases(scope: Scope) -> Iterable[Case]:
+    for labels in ((), ("causal",), ("mask",), ("gqa",)):
+        yield case(*labels, needs=("dropout",), dtype=scope.base)
+
+
+def _backward(scope: Scope) -> Iterable[Case]:
+    for labels in ((), ("causal",), ("mask",), ("gqa",)):
+        yield case(*labels, needs=("dropout", "backward"), dtype=scope.base)
+    yield case("causal", needs=("dropout", "backward"), dtype=scope.base, query_length=70, key_length=70)
+
+
+CHECKS = (
+    Check(check_dropout_drops_that_share, "dropout", _statistics),
+    Check(check_dropout_is_seeded, "dropout", _cases),
+    Check(check_dropout_backward_uses_the_forward_mask, "dropout", _backward),
+)

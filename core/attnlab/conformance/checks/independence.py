@@ -1,0 +1,277 @@
+"""Batch mates, other heads, grouped heads, modes and repetition change nothing. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.derivatives import direction_for, gradients
+from attnlab.conformance.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.messages import demand, demand_close
+from attnlab.conformance.subject import like
+from attnlab.conformance.tolerances import Bound, largest, rounding_bound
+
+
+def check_batch_items_are_independent(variant: Any, case: Case) -> None:
+    """Each item's output is the same alone, and beside mates that hold something else."""
+    inputs = draw(case, variant)
+    other = draw(replace(case, seed=case.seed + 9), variant)
+    with torch.no_grad():
+        together = inputs.run(variant).out
+        for b in range(case.batch):
+            alone = item(inputs, b).run(variant).out
+            _agree(
+                variant,
+                inputs,
+                alone[0],
+                together[b],
+                f"item {b} in the batch of {case.batch}",
+                "A reshape or a broadcast mixes items: keep the batch axis first and index batch * H + h",
+            )
+            mixed = _mixed(inputs, other, b)
+            beside = mixed.run(variant).out
+            _agree(
+                variant,
+                inputs,
+                beside[b],
+                together[b],
+                f"item {b} beside other mates",
+                "Look for sums or maxima over the batch axis",
+            )
+
+
+def check_batch_items_are_bitwise_independent(variant: Any, case: Case) -> None:
+    """Where claimed: each item's bits do not depend on its mates."""
+    inputs = draw(case, variant)
+    with torch.no_grad():
+        together = inputs.run(variant).out
+        for b in range(case.batch):
+            alone = item(inputs, b).run(variant).out
+            demand(
+                bool(torch.equal(alone[0], together[b])),
+                variant,
+                case,
+                f"item {b} alone differs in its bits from item {b} in the batch",
+                "Drop the claim `batch_invariant`, or "
+                "choose tiles and reduction orders independently of the batch",
+            )
+
+
+def check_heads_are_independent(variant: Any, case: Case) -> None:
+    """A head's output depends on its own query head and its key/value head only."""
+    inputs = draw(case, variant)
+    other = draw(replace(case, seed=case.seed + 9), variant)
+    group = case.num_heads // case.num_kv_heads
+    with torch.no_grad():
+        before = inputs.run(variant).out
+        for h in range(case.num_heads):
+            kv = h // group
+            keep = torch.arange(case.num_heads, device=case.device).view(1, -1, 1, 1) == h
+            keep_kv = torch.arange(case.num_kv_heads, device=case.device).view(1, -1, 1, 1) == kv
+            changed = inputs.with_tensors(
+                query=torch.where(keep, inputs.query, other.query),
+                key=torch.where(keep_kv, inputs.key, other.key),
+                value=torch.where(keep_kv, inputs.value, other.value),
+            )
+            after = changed.run(variant).out
+            _agree(
+                variant,
+                inputs,
+                after[:, h],
+                before[:, h],
+                f"head {h} before the other heads were changed",
+                "Query head h reads key/value head h // (Hq // Hkv) and nothing else",
+            )
+
+
+def check_grouped_heads_equal_repeated_heads(variant: Any, case: Case) -> None:
+    """Hkv heads give the same output as those heads repeated: k0, k0, k1, k1."""
+    inputs = draw(case, variant)
+    group = case.num_heads // case.num_kv_heads
+    full = like(variant, num_kv_heads=case.num_heads)
+    mine, theirs = variant.state_dict(), full.state_dict()
+    if any(theirs[n].shape != x.shape for n, x in mine.items()) or len(mine) != len(theirs):
+        raise NotApplicable(
+            "its parameters depend on the number of key/value heads, so the two cannot share them"
+        )
+    named = {
+        n: x.repeat_interleave(group, dim=1) if n in ("key", "value") or n.startswith("gates.") else x
+        for n, x in inputs.tensors().items()
+    }
+    with torch.no_grad():
+        grouped = inputs.run(variant).out
+        repeated = inputs.rebuilt(named).run(full.to(inputs.query.device, inputs.query.dtype)).out
+    _agree(
+        variant,
+        inputs,
+        grouped,
+        repeated,
+        "the call with key and value heads repeated",
+        "Query head h reads key/value head h // (Hq // Hkv): repeat_interleave, not repeat",
+    )
+
+
+def check_modes_agree(variant: Any, case: Case) -> None:
+    """train and eval, with and without gradients, inference mode: one answer (no dropout is asked for)."""
+    inputs = draw(case, variant)
+    was = variant.training
+    answers: dict[str, Tensor] = {}
+    try:
+        for training in (False, True):
+            variant.train(training)
+            word = "train" if training else "eval"
+            with torch.no_grad():
+                answers[f"{word}, no_grad"] = inputs.run(variant).out
+            with torch.inference_mode():
+                answers[f"{word}, inference_mode"] = inputs.run(variant).out.clone()
+            if variant.capabilities.backward:
+                recorded = {n: x.clone().requires_grad_() for n, x in inputs.tensors().items()}
+                with torch.enable_grad():
+                    answers[f"{word}, grad"] = inputs.rebuilt(recorded).run(variant).out.detach()
+    finally:
+        variant.train(was)
+    first, expected = next(iter(answers.items()))
+    for mode, got in answers.items():
+        _agree(
+            variant,
+            inputs,
+            got,
+            expected,
+            f"{first} (this is {mode})",
+            "Choose code paths from the Request alone; dropout only where dropout_p is given",
+        )
+
+
+def check_repetition_gives_the_same_bits(variant: Any, case: Case) -> None:
+    """Where claimed: the same inputs give the same bits, forward and backward."""
+    inputs = draw(case, variant)
+    if variant.capabilities.backward:
+        direction = direction_for(inputs)
+        out, first = gradients(variant, inputs, direction)
+        again, second = gradients(variant, inputs, direction)
+        pairs = {"out": (out, again), **{f"gradient of {n}": (first[n], second[n]) for n in first}}
+    else:
+        with torch.no_grad():
+            pairs = {"out": (inputs.run(variant).out, inputs.run(variant).out)}
+    for what, (a, b) in pairs.items():
+        demand(
+            bool(torch.equal(a, b)),
+            variant,
+            case,
+            f"{what} differs between two identical calls",
+            "Drop the claim `deterministic`, or seed and order the computation",
+        )
+
+
+def check_earlier_calls_leave_no_trace(variant: Any, case: Case) -> None:
+    """A call gives the same output after calls of other lengths and other contents."""
+    inputs = draw(case, variant)
+    longer = replace(case, query_length=case.query_length + 6, key_length=case.key_length + 6)
+    with torch.no_grad():
+        before = inputs.run(variant).out
+        draw(longer, variant).run(variant)
+        draw(replace(case, seed=case.seed + 21, batch=1), variant).run(variant)
+        after = inputs.run(variant).out
+    _agree(
+        variant,
+        inputs,
+        after,
+        before,
+        "the same call before other calls",
+        "Keep nothing of a call in the module: masks and tables belong to the call or are keyed by its shape",
+    )
+
+
+def item(inputs: Inputs, b: int) -> Inputs:
+    """The call on batch item `b` alone."""
+    size = inputs.query.shape[0]
+
+    def cut(name: str, x: Any) -> Any:
+        if isinstance(x, tuple) and name == "segments":
+            return tuple(cut("ids", part) for part in x)
+        if isinstance(x, dict):
+            return {n: cut("gate", part) for n, part in x.items()}
+        if isinstance(x, Tensor) and name not in ("sinks",) and not (name == "mask" and x.dim() == 2):
+            return x[b : b + 1] if x.dim() and x.shape[0] == size else x
+        return x
+
+    arguments = {n: cut(n, x) for n, x in inputs.arguments.items()}
+    main = {n: getattr(inputs, n)[b : b + 1] for n in ("query", "key", "value")}
+    return inputs.with_tensors(**main, **arguments)
+
+
+def _mixed(inputs: Inputs, other: Inputs, b: int) -> Inputs:
+    theirs = other.tensors()
+    named = {}
+    for n, x in inputs.tensors().items():
+        per_item = n in ("query", "key", "value") or n.startswith("gates.")
+        keep = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1)) == b
+        named[n] = (
+            torch.where(keep, x, 10 * theirs[n] if n in ("query", "value") else theirs[n]) if per_item else x
+        )
+    return inputs.rebuilt(named)
+
+
+def _agree(variant: Any, inputs: Inputs, got: Tensor, expected: Tensor, versus: str, advice: str) -> None:
+    case = inputs.case
+    limit: Bound = rounding_bound(
+        case.dtype, terms=reduction_terms(case), magnitude=max(largest(expected), largest(inputs.value))
+    )
+    demand_close(got, expected, limit, variant, case, what="out", versus=versus, advice=advice)
+
+
+def _batches(scope: Scope) -> Iterable[Case]:
+    labels = (
+        "causal",
+        "batch_offset",
+        "key_mask_left",
+        "key_lengths",
+        "segments",
+        "mask_per_item",
+        "bias_per_key",
+        "gqa",
+    )
+    for label in ((), *((x,) for x in labels)):
+        yield case(*label, dtype=scope.base, batch=3)
+    yield case("query_lengths", "key_lengths", dtype=scope.base, batch=3)
+
+
+def _heads(scope: Scope) -> Iterable[Case]:
+    yield case(dtype=scope.base, num_heads=3, num_kv_heads=3)
+    yield case("gqa", dtype=scope.base)
+    yield case("causal", "gqa", dtype=scope.base)
+
+
+def _groups(scope: Scope) -> Iterable[Case]:
+    for labels in (
+        ("gqa",),
+        ("multi_query",),
+        ("gqa", "causal"),
+        ("gqa", "key_mask_left"),
+        ("gqa", "value_dim"),
+    ):
+        yield case(*labels, dtype=scope.base)
+    yield case(dtype=scope.base, num_heads=6, num_kv_heads=2, note="groups of 3")
+
+
+def _modes(scope: Scope) -> Iterable[Case]:
+    for labels in ((), ("causal",), ("mask",), ("key_mask_left",), ("gqa",)):
+        yield case(*labels, dtype=scope.base)
+    yield case("causal", dtype=scope.base, query_length=70, key_length=70)
+
+
+CHECKS = (
+    Check(check_batch_items_are_independent, "independence", _batches),
+    Check(check_batch_items_are_bitwise_independent, "independence", _batches, claims=("batch_invariant",)),
+    Check(check_heads_are_independent, "independence", _heads),
+    Check(check_grouped_heads_equal_repeated_heads, "independence", _groups),
+    Check(check_modes_agree, "independence", _modes),
+    Check(check_repetition_gives_the_same_bits, "independence", _modes, claims=("deterministic",)),
+    Check(check_earlier_calls_leave_no_trace, "independence", _modes),
+)

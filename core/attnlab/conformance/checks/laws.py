@@ -1,0 +1,227 @@
+"""Laws of CONTRACT section 6, each switched on by the property it follows from. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.inputs import Inputs, attended, draw, reduction_terms
+from attnlab.conformance.messages import demand_close
+from attnlab.conformance.tolerances import largest, rounding_bound
+
+
+def check_permuting_keys_changes_nothing(variant: Any, case: Case) -> None:
+    """Keys, values and their key mask in another order give the same output."""
+    inputs = draw(case, variant)
+    order = torch.randperm(case.key_length, generator=torch.Generator().manual_seed(4)).to(case.device)
+    moved: dict[str, Any] = {"key": inputs.key[:, :, order], "value": inputs.value[:, :, order]}
+    if "key_mask" in inputs.arguments:
+        moved["key_mask"] = inputs.arguments["key_mask"][:, order]
+    _agree(
+        variant,
+        inputs,
+        inputs.with_tensors(**moved),
+        "the call with keys in their first order",
+        "Drop the claim `position_free`, or look for a dependence on the key's index",
+    )
+
+
+def check_permuting_queries_permutes_outputs(variant: Any, case: Case) -> None:
+    """Queries in another order give the outputs in that order."""
+    inputs = draw(case, variant)
+    order = torch.randperm(case.query_length, generator=torch.Generator().manual_seed(5)).to(case.device)
+    with torch.no_grad():
+        expected = inputs.run(variant).out[:, :, order]
+    _agree(
+        variant,
+        inputs,
+        inputs.with_tensors(query=inputs.query[:, :, order]),
+        "the outputs permuted alike",
+        "Drop the claim `position_free`, or look for a dependence on the query's index",
+        expected,
+    )
+
+
+def check_linear_in_value(variant: Any, case: Case) -> None:
+    """out(2 v + 3 w) = 2 out(v) + 3 out(w)."""
+    inputs = draw(case, variant)
+    other = draw(replace(case, seed=case.seed + 13), variant).value
+    with torch.no_grad():
+        expected = 2 * inputs.run(variant).out + 3 * inputs.with_tensors(value=other).run(variant).out
+    _agree(
+        variant,
+        inputs,
+        inputs.with_tensors(value=2 * inputs.value + 3 * other),
+        "2 out(v) + 3 out(w)",
+        "Drop the claim `linear_in_value`, or keep values out of the weights",
+        expected,
+    )
+
+
+def check_equal_values_come_through(variant: Any, case: Case) -> None:
+    """Where every value is the same vector, a normalised mean of them is that vector."""
+    _no_null_slot(variant)
+    inputs = draw(case, variant)
+    same = inputs.value[:, :1, :1].expand_as(inputs.value).clone()
+    sees = attended(variant, inputs).unsqueeze(-1)
+    expected = torch.where(sees, same[:, :1, :1].expand(-1, case.num_heads, case.query_length, -1), 0)
+    _agree(
+        variant,
+        inputs,
+        inputs.with_tensors(value=same),
+        "the value that all keys carry",
+        "The normaliser must sum exactly the weights that the numerator uses",
+        expected,
+    )
+
+
+def check_one_visible_key_copies_its_value(variant: Any, case: Case) -> None:
+    """A query that sees one key returns that key's value."""
+    _no_null_slot(variant)
+    inputs = draw(case, variant)
+    chosen = 2
+    present = torch.zeros(case.batch, case.key_length, dtype=torch.bool, device=case.device)
+    present[:, chosen] = True
+    group = case.num_heads // case.num_kv_heads
+    value = inputs.value.repeat_interleave(group, dim=1)[:, :, chosen : chosen + 1]
+    alone = inputs.with_tensors(key_mask=present)
+    expected = torch.where(attended(variant, alone).unsqueeze(-1), value, 0)
+    _agree(
+        variant,
+        inputs,
+        alone,
+        f"the value of key {chosen}, the only one present",
+        "The normaliser must leave absent keys out",
+        expected,
+    )
+
+
+def check_duplicated_keys_change_nothing(variant: Any, case: Case) -> None:
+    """Every key and value twice gives the same normalised mean."""
+    _no_null_slot(variant)
+    inputs = draw(case, variant)
+    twice = inputs.with_tensors(key=inputs.key.repeat(1, 1, 2, 1), value=inputs.value.repeat(1, 1, 2, 1))
+    _agree(
+        variant,
+        inputs,
+        twice,
+        "the call with each key once",
+        "Weights are a quotient: numerator and normaliser both double",
+    )
+
+
+def check_scale_zero_gives_the_mean(variant: Any, case: Case) -> None:
+    """With scale=0 all scores are equal: out is the mean of the visible values."""
+    _no_null_slot(variant)
+    inputs = draw(case, variant).with_tensors(scale=0.0)
+    seen = inputs.visible().to(torch.float64)
+    group = case.num_heads // case.num_kv_heads
+    value = inputs.value.to(torch.float64).repeat_interleave(group, dim=1)
+    expected = seen @ value / seen.sum(dim=-1, keepdim=True).clamp_min(1)
+    _agree(
+        variant,
+        inputs,
+        inputs,
+        "the mean of the visible values",
+        "scale= is ignored, or applied after the softmax",
+        expected,
+    )
+
+
+def check_packed_sequences_equal_separate_ones(variant: Any, case: Case) -> None:
+    """Two sequences in one row, told apart by segments, give what each gives alone."""
+    inputs = draw(case, variant)
+    cut = case.key_length // 2 - 1
+    ids = (torch.arange(case.key_length, device=case.device) >= cut).long().expand(case.batch, -1)
+
+    def part(window: slice) -> Inputs:
+        named = {n: x[:, :, window] for n, x in inputs.tensors().items()}
+        return inputs.rebuilt(named)
+
+    with torch.no_grad():
+        separate = torch.cat([part(s).run(variant).out for s in (slice(0, cut), slice(cut, None))], dim=2)
+    _agree(
+        variant,
+        inputs,
+        inputs.with_tensors(segments=(ids, ids)),
+        "the two sequences run separately",
+        "Segments hide every pair across their border; positions and alignments restart in each",
+        separate,
+    )
+
+
+def _no_null_slot(variant: Any) -> None:
+    if variant.capabilities.null_key:
+        raise NotApplicable("it declares null_key: a slot without a value takes part of the weight")
+
+
+def _agree(
+    variant: Any, inputs: Inputs, changed: Inputs, versus: str, advice: str, expected: Tensor | None = None
+) -> None:
+    case = inputs.case
+    with torch.no_grad():
+        got = changed.run(variant).out
+        if expected is None:
+            expected = inputs.run(variant).out
+    size = max(largest(expected), largest(inputs.value), largest(changed.value))
+    limit = rounding_bound(case.dtype, terms=2 * reduction_terms(case), magnitude=size)
+    demand_close(got, expected, limit, variant, case, what="out", versus=versus, advice=advice)
+
+
+def _plain(*labels: tuple[str, ...], needs: tuple[str, ...] = ()) -> Any:
+    def make(scope: Scope) -> Iterable[Case]:
+        for one in ((), *labels):
+            yield case(*one, needs=needs, dtype=scope.base)
+        for dtype in dict.fromkeys((scope.precise, *scope.dtypes[-1:])):
+            if dtype != scope.base:
+                yield case(needs=needs, dtype=dtype)
+
+    return make
+
+
+def _softmax(scope: Scope) -> Iterable[Case]:
+    if scope.family == "score":
+        yield from _plain(("causal",), ("mask",), ("gqa",), needs=("scale",))(scope)
+
+
+CHECKS = (
+    Check(
+        check_permuting_keys_changes_nothing,
+        "laws",
+        _plain(("key_mask_left",), ("gqa",)),
+        claims=("position_free",),
+    ),
+    Check(
+        check_permuting_queries_permutes_outputs,
+        "laws",
+        _plain(("key_mask_left",), ("gqa",)),
+        claims=("position_free",),
+    ),
+    Check(check_linear_in_value, "laws", _plain(("causal",), ("gqa",)), claims=("linear_in_value",)),
+    Check(
+        check_equal_values_come_through,
+        "laws",
+        _plain(("causal",), ("mask",), ("key_mask_left",), ("window",), ("gqa",)),
+        claims=("normalised",),
+    ),
+    Check(
+        check_one_visible_key_copies_its_value,
+        "laws",
+        _plain(("gqa",), needs=("key_mask",)),
+        claims=("normalised",),
+    ),
+    Check(
+        check_duplicated_keys_change_nothing,
+        "laws",
+        _plain(("gqa",), needs=("cross_lengths",)),
+        claims=("normalised", "position_free"),
+    ),
+    Check(check_scale_zero_gives_the_mean, "laws", _softmax, claims=("normalised",)),
+    Check(check_packed_sequences_equal_separate_ones, "laws", _plain(("causal",), needs=("segments",))),
+)

@@ -1,0 +1,234 @@
+"""Hidden pairs have no influence, and every way to state a mask means the same. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.cases import Case, case, each
+from attnlab.conformance.check import Check, Scope
+from attnlab.conformance.derivatives import direction_for, gradients
+from attnlab.conformance.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.messages import demand_close
+from attnlab.conformance.tolerances import Bound, largest, rounding_bound
+
+LARGE = 1e9
+"""Finite, and larger than any fill constant such as -1e9 can hide; its square times a sum stays in float32."""
+
+
+def check_hidden_pairs_have_no_influence(variant: Any, case: Case) -> None:
+    """A key that holds 1e9 changes no row that does not see it, nor that row's gradients."""
+    inputs = draw(case, variant)
+    j, blind = _hidden_key(inputs)
+    changed = _with_key(inputs, j, LARGE, -LARGE)
+    _compare_blind_rows(variant, inputs, changed, j, blind, f"{LARGE:.0e}")
+
+
+def check_hidden_nonfinite_pairs_are_isolated(variant: Any, case: Case) -> None:
+    """A key that holds NaN or Inf changes no row that does not see it, nor that row's gradients."""
+    inputs = draw(case, variant)
+    j, blind = _hidden_key(inputs)
+    for content in (float("nan"), float("inf")):
+        _compare_blind_rows(variant, inputs, _with_key(inputs, j, content, content), j, blind, str(content))
+
+
+def check_the_future_leaves_the_past(variant: Any, case: Case) -> None:
+    """With causal, other keys, values and queries from the middle on leave every earlier row as it was."""
+    inputs = draw(case, variant)
+    t = case.query_length // 2
+    other = draw(replace(case, seed=case.seed + 11), variant)
+
+    def spliced(name: str, mine: Tensor, theirs: Tensor) -> Tensor:
+        axis = 2
+        return torch.cat([mine.narrow(axis, 0, t), theirs.narrow(axis, t, mine.shape[axis] - t)], axis)
+
+    mine, theirs = inputs.tensors(), other.tensors()
+    changed = inputs.rebuilt({n: spliced(n, x, theirs[n]) for n, x in mine.items()})
+    with torch.no_grad():
+        before, after = inputs.run(variant).out, changed.run(variant).out
+    demand_close(
+        after[:, :, :t],
+        before[:, :, :t],
+        _two_runs(case, inputs, before),
+        variant,
+        case,
+        what="out",
+        versus=f"the same rows before the tokens from {t} on were changed",
+        advice="A row may use keys up to its own position only; look at the diagonal, the chunk borders and the normaliser",
+    )
+
+
+def check_ways_to_state_a_mask_agree(variant: Any, case: Case) -> None:
+    """The same rule as a loose argument and as an `AttentionMask` gives the same output."""
+    from attnlab.mask import AttentionMask
+
+    inputs = draw(case, variant)
+    names = (
+        "causal",
+        "offset",
+        "window",
+        "key_mask",
+        "key_lengths",
+        "query_lengths",
+        "segments",
+        "mask",
+        "mask_mod",
+    )
+    stated = {n: x for n, x in inputs.arguments.items() if n in names}
+    rest = {n: x for n, x in inputs.arguments.items() if n not in names}
+    if "mask" in stated:
+        stated["allowed"] = stated.pop("mask")
+    with torch.no_grad():
+        loose = inputs.run(variant).out
+        whole = variant(inputs.query, inputs.key, inputs.value, mask=AttentionMask(**stated), **rest).out
+    demand_close(
+        whole,
+        loose,
+        _two_runs(case, inputs, loose),
+        variant,
+        case,
+        what="out",
+        versus="the same rule given as loose arguments",
+        advice="Read visibility from call.visibility only",
+    )
+
+
+def check_absent_keys_equal_removed_keys(variant: Any, case: Case) -> None:
+    """Keys out of `key_mask` on the right give the same output as keys that are not there."""
+    inputs = draw(case, variant)
+    kept = case.key_length - 3
+    present = torch.arange(case.key_length, device=case.device).expand(case.batch, -1) < kept
+    cut: dict[str, Any] = {"key": inputs.key[:, :, :kept], "value": inputs.value[:, :, :kept]}
+    if inputs.arguments.get("gates"):
+        cut["gates"] = {n: g[:, :, :kept] for n, g in inputs.arguments["gates"].items()}
+    with torch.no_grad():
+        masked = inputs.with_tensors(key_mask=present).run(variant).out
+        removed = inputs.with_tensors(**cut).run(variant).out
+    demand_close(
+        masked,
+        removed,
+        _two_runs(case, inputs, removed),
+        variant,
+        case,
+        what="out",
+        versus=f"the call without the last {case.key_length - kept} keys",
+        advice="A key out of key_mask takes no part in numerator, normaliser, state or score scale",
+    )
+
+
+def _hidden_key(inputs: Inputs) -> tuple[int, Tensor]:
+    """The key that most rows cannot see although one can, and those rows, bool [B, H, Lq]."""
+    seen = inputs.visible()  # [B, H, Lq, Lk]
+    counts = (~seen).sum(dim=(0, 1, 2)) * seen.any(dim=2).any(dim=1).any(dim=0)
+    j = int(counts.shape[0] - 1 - counts.flip(0).argmax())
+    blind = ~seen[..., j]
+    assert bool(blind.any()), f"{inputs.case.id}: the case was meant to hide something"
+    return j, blind
+
+
+def _with_key(inputs: Inputs, j: int, key_content: float, value_content: float) -> Inputs:
+    key, value = inputs.key.clone(), inputs.value.clone()
+    signs = torch.ones(key.shape[-1], device=key.device, dtype=key.dtype)
+    signs[1::2] = -1
+    key[:, :, j], value[:, :, j] = key_content * signs, value_content
+    return inputs.with_tensors(key=key, value=value)
+
+
+def _compare_blind_rows(
+    variant: Any, inputs: Inputs, changed: Inputs, j: int, blind: Tensor, content: str
+) -> None:
+    case = inputs.case
+    advice = "Hide a pair with -inf before the normaliser (or skip it), never with a large constant, and never as 0 * x"
+    versus = f"the same rows before key {j}, which they do not see, was filled with {content}"
+    with torch.no_grad():
+        before, after = inputs.run(variant).out, changed.run(variant).out
+    zero = torch.zeros_like(before)
+    rows = blind.unsqueeze(-1)
+    before, after = torch.where(rows, before, zero), torch.where(rows, after, zero)
+    demand_close(
+        after,
+        before,
+        _two_runs(case, inputs, before),
+        variant,
+        case,
+        what="out",
+        versus=versus,
+        advice=advice,
+    )
+    if not variant.capabilities.backward:
+        return
+    direction = torch.where(rows, direction_for(inputs), zero)
+    _, expected = gradients(variant, inputs, direction)
+    _, found = gradients(variant, changed, direction)
+    for name in ("query", "key", "value"):
+        size = max(largest(expected[name]), largest(direction) * largest(inputs.value))
+        demand_close(
+            found[name],
+            expected[name],
+            rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
+            variant,
+            case,
+            what=f"gradient of {name}",
+            versus=versus,
+            advice=advice,
+        )
+
+
+def _two_runs(case: Case, inputs: Inputs, expected: Tensor) -> Bound:
+    size = max(largest(expected), largest(inputs.value))
+    return rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size)
+
+
+def _hiding(scope: Scope) -> Iterable[Case]:
+    labels = (
+        "causal",
+        "window",
+        "segments",
+        "mask",
+        "mask_per_item",
+        "mask_mod",
+        "bottom_right",
+        "offset_window",
+    )
+    for dtype in dict.fromkeys((scope.base, scope.precise)):
+        yield from each(*labels, dtype=dtype)
+        yield case("causal", "gqa", dtype=dtype)
+    yield case("causal", batch=1, query_length=70, key_length=70, dtype=scope.base)
+
+
+def _causal(scope: Scope) -> Iterable[Case]:
+    yield from (case("causal", dtype=d) for d in scope.dtypes)
+    yield case("causal", "gqa", dtype=scope.base)
+    yield case("causal", batch=1, query_length=133, key_length=133, dtype=scope.base)
+
+
+def _stated(scope: Scope) -> Iterable[Case]:
+    labels = (
+        "causal",
+        "bottom_right",
+        "window",
+        "key_mask_left",
+        "key_lengths",
+        "segments",
+        "mask",
+        "mask_mod",
+    )
+    return each(*labels, "query_lengths", dtype=scope.base)
+
+
+def _removal(scope: Scope) -> Iterable[Case]:
+    yield case(needs=("key_mask", "cross_lengths"), dtype=scope.base)
+    yield case("gqa", needs=("key_mask", "cross_lengths"), dtype=scope.base)
+
+
+CHECKS = (
+    Check(check_hidden_pairs_have_no_influence, "masks", _hiding),
+    Check(check_hidden_nonfinite_pairs_are_isolated, "masks", _hiding, claims=("isolates_nonfinite",)),
+    Check(check_the_future_leaves_the_past, "masks", _causal),
+    Check(check_ways_to_state_a_mask_agree, "masks", _stated),
+    Check(check_absent_keys_equal_removed_keys, "masks", _removal),
+)

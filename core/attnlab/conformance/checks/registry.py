@@ -1,0 +1,111 @@
+"""The registry row, the class and its claims agree. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from attnlab.capabilities import DEVICES, DTYPES
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.messages import demand
+from attnlab.errors import PluginError
+from attnlab.formulas import definition_of
+
+
+def check_registry_row_agrees_with_class(variant: Any, case: Case) -> None:
+    """Family, formula, capabilities, dtypes and devices of the row are those of the class."""
+    import attnlab
+
+    registry = attnlab.default_registry()
+    if variant.name not in registry:
+        raise NotApplicable("it is not registered: there is no row to compare with")
+    row, cls = registry.info(variant.name), type(variant)
+    # A preset's options may narrow an instance, so the row states what this instance can do.
+    have = variant.capabilities
+    facts: dict[str, tuple[Any, Any]] = {
+        "family": (row.family, cls.family),
+        "formula": (row.formula, cls.formula),
+        "capabilities": (_sorted(row.capabilities), sorted(have.declared())),
+        "dtypes": (_sorted(row.dtypes), sorted(have.dtypes)),
+        "devices": (_sorted(row.devices), sorted(have.devices)),
+    }
+    for fact, (stated, real) in facts.items():
+        if not stated or stated == real:  # a fact may be left out of a row
+            continue
+        extra = ""
+        if isinstance(stated, list):
+            only_row, only_class = sorted(set(stated) - set(real)), sorted(set(real) - set(stated))
+            extra = f" (only in the row: {only_row}; only in the class: {only_class})"
+        demand(
+            False,
+            variant,
+            case,
+            f"the row in {row.file} states {fact} {stated}, the class has {real}{extra}",
+            "Correct the row: listings trust it without running code",
+        )
+
+
+def check_claims_are_consistent(variant: Any, case: Case) -> None:
+    """The instance only narrows its class, the formula has a definition, and every claim has what it rests on."""
+    have, ceiling = variant.capabilities, type(variant).capabilities
+    wider = have.within(ceiling)
+    demand(
+        not wider,
+        variant,
+        case,
+        f"the instance claims {', '.join(wider)}, which its class does not",
+        "The class states the ceiling; __init__ may only narrow",
+    )
+    demand(
+        bool(have.dtypes & set(DTYPES)),
+        variant,
+        case,
+        "no dtype is declared",
+        f"Declare some of {', '.join(DTYPES)}",
+    )
+    demand(
+        bool(have.devices & set(DEVICES)), variant, case, "no device is declared", "Declare cpu, cuda, ..."
+    )
+    demand(
+        not have.gates or bool(variant.gates),
+        variant,
+        case,
+        "gates are declared and none is specified",
+        'Name them: gates = {"beta": GateSpec(...)}',
+    )
+    demand(
+        not variant.gates or have.gates,
+        variant,
+        case,
+        "gates are specified and not declared",
+        "Declare gates=True",
+    )
+    if have.double_backward:
+        demand(
+            have.backward, variant, case, "double_backward is claimed without backward", "Declare backward"
+        )
+    try:
+        definition_of(variant)
+    except PluginError as fault:
+        demand(
+            False,
+            variant,
+            case,
+            f"the formula is unverified: {fault}",
+            "Without a definition nothing can be judged",
+        )
+
+
+def _sorted(names: Iterable[str] | None) -> list[str] | None:
+    return None if names is None else sorted(names)
+
+
+def _one(scope: Scope) -> Iterable[Case]:
+    yield case(dtype=scope.base)
+
+
+CHECKS = (
+    Check(check_registry_row_agrees_with_class, "registry", _one),
+    Check(check_claims_are_consistent, "registry", _one),
+)

@@ -1,0 +1,39 @@
+"""What a check run returns. Needs only the standard library, so reports can be made without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["passed", "failed", "refused", "known failure", "not applicable", "error"]
+BAD: frozenset[str] = frozenset({"failed", "error"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """One check on one case.
+
+    status: passed; failed (the message says what differed); refused (an undeclared askable was refused, as
+    it must be); known failure (declared with the variant); not applicable (the message says why); error
+    (the check could not be run: an unexpected exception). seconds: wall time.
+    """
+
+    variant: str
+    check: str
+    topic: str
+    case: str
+    status: Status
+    message: str = ""
+    seconds: float = 0.0
+    device: str = "cpu"
+
+    @property
+    def ok(self) -> bool:
+        """Whether this result lets the variant pass."""
+        return self.status not in BAD
+
+    @property
+    def repeat(self) -> str:
+        """The shell command that runs this check again."""
+        device = "" if self.device == "cpu" else f" --device {self.device}"
+        return f"attnlab check {self.variant} --only {self.check}{device}"

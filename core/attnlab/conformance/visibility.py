@@ -1,0 +1,163 @@
+"""Who may see whom, decided one pair at a time with plain Python numbers.
+
+This is CONTRACT section 2 written a second time, on purpose without `AttentionMask`: what judges the
+mask must not be the mask. It is slow (one call per pair) and meant for small inputs only.
+
+Needs torch only to unpack tensors and to pack the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The visibility arguments of one call, as plain numbers; `Rules.of` unpacks tensors.
+
+    Sizes: `batch`, `heads` (query heads), `queries`, `keys`. The rest carries the names and meanings of
+    `Attention.forward`; `mask` is a nested list with four axes, each of full length or 1.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    causal: bool = False
+    offset: str | int | Sequence[int] | None = None
+    window: tuple[int | None, int | None] | None = None
+    key_mask: Sequence[Sequence[bool]] | None = None
+    key_lengths: Sequence[int] | None = None
+    query_lengths: Sequence[int] | None = None
+    segments: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]] | None = None
+    mask: Any = None
+    mask_mod: Callable[..., Any] | None = None
+
+    @classmethod
+    def of(cls, *, batch: int, heads: int, queries: int, keys: int, **arguments: Any) -> Rules:
+        """From the arguments as a caller gives them; those that say nothing of visibility are no concern here."""
+        known = {
+            name: arguments[name] for name in cls.__dataclass_fields__ if arguments.get(name) is not None
+        }
+        mask = known.get("mask")
+        if isinstance(mask, Tensor):
+            known["mask"] = (mask[None, None] if mask.dim() == 2 else mask).tolist()
+        for name in ("key_mask", "key_lengths", "query_lengths", "offset"):
+            if isinstance(known.get(name), Tensor):
+                known[name] = known[name].tolist()
+        if "segments" in known:
+            known["segments"] = tuple(_rows(ids.tolist(), batch) for ids in known["segments"])
+        return cls(batch=batch, heads=heads, queries=queries, keys=keys, **known)
+
+
+def _rows(rows: list[Any], batch: int) -> list[Any]:
+    return rows * batch if len(rows) == 1 else rows
+
+
+def may(b: int, h: int, i: int, j: int, rules: Rules) -> bool:
+    """Whether query `i` of batch `b` and head `h` may see key `j`."""
+    if rules.query_lengths is not None and i >= rules.query_lengths[b]:
+        return False
+    if not key_present(b, j, rules):
+        return False
+    if rules.segments is not None:
+        query_ids, key_ids = rules.segments
+        if query_ids[b][i] == -1 or query_ids[b][i] != key_ids[b][j]:
+            return False
+    q, k = query_position(b, i, rules), key_position(b, j, rules)
+    if rules.causal and k > q:
+        return False
+    if rules.window is not None:
+        left, right = rules.window
+        if left is not None and k < q - left:
+            return False
+        if right is not None and k > q + right:
+            return False
+    if rules.mask is not None:
+        part = rules.mask
+        for index in (b, h, i, j):
+            part = part[index if len(part) > 1 else 0]
+        if not part:
+            return False
+    return rules.mask_mod is None or bool(rules.mask_mod(b, h, q, k))
+
+
+def key_present(b: int, j: int, rules: Rules) -> bool:
+    """Whether key `j` of batch `b` holds anything (otherwise it is an absent slot)."""
+    if rules.key_mask is not None and not rules.key_mask[b][j]:
+        return False
+    if rules.key_lengths is not None and j >= rules.key_lengths[b]:
+        return False
+    return rules.segments is None or rules.segments[1][b][j] != -1
+
+
+def query_present(b: int, i: int, rules: Rules) -> bool:
+    """Whether query `i` of batch `b` exists (otherwise its row is zero)."""
+    if rules.query_lengths is not None and i >= rules.query_lengths[b]:
+        return False
+    return rules.segments is None or rules.segments[0][b][i] != -1
+
+
+def key_position(b: int, j: int, rules: Rules) -> int:
+    """Where key `j` stands: its index, counted from the start of its segment where there are segments."""
+    return j if rules.segments is None else _rank(rules.segments[1][b], j)
+
+
+def query_position(b: int, i: int, rules: Rules) -> int:
+    """Where query `i` stands: its index (within its segment) plus the offset."""
+    own = i if rules.segments is None else _rank(rules.segments[0][b], i)
+    return own + _offset(b, i, rules)
+
+
+def _rank(ids: Sequence[int], index: int) -> int:
+    return sum(1 for other in ids[:index] if other == ids[index])
+
+
+def _offset(b: int, i: int, rules: Rules) -> int:
+    offset = rules.offset
+    if offset is None:
+        if rules.queries != rules.keys and (rules.causal or rules.window not in (None, (None, None))):
+            raise ValueError("lengths differ: causal and window need an offset")
+        return 0
+    if offset == "top_left":
+        return 0
+    if offset == "bottom_right":
+        if rules.segments is not None:
+            query_ids, key_ids = rules.segments
+            mine = query_ids[b][i]
+            return list(key_ids[b]).count(mine) - list(query_ids[b]).count(mine)
+        keys = rules.keys if rules.key_lengths is None else rules.key_lengths[b]
+        queries = rules.queries if rules.query_lengths is None else rules.query_lengths[b]
+        return keys - queries
+    if isinstance(offset, int):
+        return offset
+    assert not isinstance(offset, str)
+    return offset[b]
+
+
+def dense(rules: Rules) -> Tensor:
+    """Every pair: bool `[B, H, Lq, Lk]`."""
+    flat = [
+        may(b, h, i, j, rules)
+        for b in range(rules.batch)
+        for h in range(rules.heads)
+        for i in range(rules.queries)
+        for j in range(rules.keys)
+    ]
+    shape = (rules.batch, rules.heads, rules.queries, rules.keys)
+    return torch.tensor(flat, dtype=torch.bool).reshape(shape)
+
+
+def positions(rules: Rules) -> tuple[Tensor, Tensor]:
+    """Query positions `[B, Lq]` and key positions `[B, Lk]`, int64."""
+    q = [[query_position(b, i, rules) for i in range(rules.queries)] for b in range(rules.batch)]
+    k = [[key_position(b, j, rules) for j in range(rules.keys)] for b in range(rules.batch)]
+    return (
+        torch.tensor(q, dtype=torch.int64).reshape(rules.batch, rules.queries),
+        torch.tensor(k, dtype=torch.int64).reshape(rules.batch, rules.keys),
+    )

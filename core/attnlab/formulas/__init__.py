@@ -1,0 +1,81 @@
+"""The definitions: what each formula means, in float64, plain and slow.
+
+A definition is a free function of inputs, parameters and boolean visibility. It calls no method of
+the class it judges and knows nothing of masks, caches or kernels; it is written from the paper, to be
+read beside it. Every query row is computed from that row's visible keys alone, so a caller with long
+inputs may evaluate any subset of the query rows.
+
+    definition(query, key, value, *, visible, parameters, options, scale, bias=None, softcap=None,
+               score_mod=None, sinks=None, gates=None, positions=None)
+        -> {"out": ..., "weights": ... or absent, "lse": ... or absent}
+
+Layout: query `[B, Hq, Lq, Dq]`, key `[B, Hkv, Lk, Dk]`, value `[B, Hkv, Lk, Dv]`, visible bool
+`[B, Hq, Lq, Lk]`, `positions` = (query `[B, Lq]`, key `[B, Lk]`). `parameters` is the variant's
+state_dict, `options` the options it was created with. Inputs are normally float64; in a lower dtype
+the same functions are "the plain formula in that dtype" of which tolerances speak.
+
+Needs torch. May be imported by anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from attnlab.errors import PluginError, nearest
+from attnlab.formulas.additive import additive
+from attnlab.formulas.delta_rule import delta_rule
+from attnlab.formulas.dot_product import softmax_dot_product
+from attnlab.formulas.linearised import linearised
+from attnlab.formulas.multiplicative import multiplicative
+
+__all__ = [
+    "DEFINITIONS",
+    "Definition",
+    "additive",
+    "definition_of",
+    "delta_rule",
+    "linearised",
+    "multiplicative",
+    "softmax_dot_product",
+]
+
+Definition = Callable[..., dict[str, Tensor]]
+
+DEFINITIONS: Mapping[str, Definition] = MappingProxyType(
+    {
+        "softmax_dot_product": softmax_dot_product,
+        "additive": additive,
+        "multiplicative": multiplicative,
+        "linearised": linearised,
+        "delta_rule": delta_rule,
+    }
+)
+
+
+def definition_of(variant: Any) -> Definition:
+    """The function that judges `variant` (an `Attention`, or its class).
+
+    A definition that the class brings along comes first, then the shared one of its formula. A class
+    with neither is a `PluginError` that names the formulas there are.
+    """
+    cls = variant if isinstance(variant, type) else type(variant)
+    own = getattr(cls, "definition", None)
+    if own is not None:
+        if not callable(own):
+            raise PluginError(
+                f"{cls.__name__}: `definition` must be a function (a staticmethod on the class), "
+                f"got {type(own).__name__}; see attnlab.formulas for its signature"
+            )
+        result: Definition = own
+        return result
+    formula = str(getattr(cls, "formula", ""))
+    if formula in DEFINITIONS:
+        return DEFINITIONS[formula]
+    raise PluginError(
+        f"{cls.__name__}: formula {formula!r} has no definition; {nearest(formula, DEFINITIONS)}. "
+        f"Name one of these, or give the class a `definition` written from the paper"
+    )

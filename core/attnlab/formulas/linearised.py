@@ -1,0 +1,93 @@
+"""Linearised attention. Needs torch.
+
+Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 4 (eq. 5 and 6 are its factored forms):
+
+    o_i = sum_j phi(q_i)^T phi(k_j) v_j / sum_j phi(q_i)^T phi(k_j)        over the visible j
+
+Feature maps: elu(x) + 1 (eq. 7), relu(x), relu(x)^2, exp(x). Written here as the quadratic sum over
+pairs, not as the factored form that implementations use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.formulas._parts import Positions, ScoreMod, mix, pair_products, per_query_head, without_absent
+
+FEATURE_MAPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "elu": lambda x: torch.nn.functional.elu(x) + 1,
+        "relu": torch.relu,
+        "squared_relu": lambda x: torch.relu(x) ** 2,
+        "exp": torch.exp,
+    }
+)
+
+
+def linearised(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    visible: Tensor,
+    parameters: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    scale: float | Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+    gates: Mapping[str, Tensor] | None = None,
+    positions: Positions | None = None,
+) -> dict[str, Tensor]:
+    """phi(q_i)^T phi(k_j), normalised over the visible keys, times value.
+
+    `options["feature_map"]` names phi (elu where none is named). A scale cancels or is no part of the formula:
+    giving one is a `ValueError`, as are the arguments of score formulas. A row whose products are all zero
+    has no quotient: its weights and output are 0.
+    """
+    for name, given in (
+        ("scale", scale),
+        ("bias", bias),
+        ("softcap", softcap),
+        ("score_mod", score_mod),
+        ("sinks", sinks),
+    ):
+        if given is not None:
+            raise ValueError(f"linearised: {name} is no part of this formula")
+    heads = query.shape[1]
+    key, value = per_query_head(key, heads), per_query_head(value, heads)
+    query, key, value = without_absent(query, key, value, visible)
+    name = options.get("feature_map", "elu")
+    if name == "exp" and _out_of_range(query, key):
+        products = _exp_products(query, key, visible)
+    else:
+        phi = FEATURE_MAPS[name]
+        products = pair_products(phi(query), phi(key), visible)
+    products = torch.where(visible, products, 0)
+    total = products.sum(dim=-1, keepdim=True)
+    weights = products / torch.where(total == 0, 1, total)
+    return {"out": mix(weights, value, visible), "weights": weights}
+
+
+def _out_of_range(query: Tensor, key: Tensor) -> bool:
+    """Whether exp(q) * exp(k) could leave the dtype's range."""
+    largest = max(
+        (float(x.detach().abs().nan_to_num(0).max()) for x in (query, key) if x.numel()), default=0.0
+    )
+    limit = 0.4 * float(torch.tensor(torch.finfo(query.dtype).max, dtype=torch.float64).log())
+    return largest > limit
+
+
+def _exp_products(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
+    """sum_d exp(q_id + k_jd) up to one factor per row, which the quotient cancels."""
+    inside = query.unsqueeze(-2) + key.unsqueeze(-3)  # [B, H, Lq, Lk, D]
+    logs = torch.logsumexp(torch.where(visible.unsqueeze(-1), inside, 0), dim=-1)  # [B, H, Lq, Lk]
+    logs = torch.where(visible, logs, -torch.inf)
+    top = logs.detach().amax(dim=-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(*logs.shape[:-1], 1)
+    return torch.exp(logs - torch.where(top.isfinite(), top, 0))

@@ -1,0 +1,137 @@
+"""Masks between transformers and attnlab: tensors that remember the structure they were made from.
+
+Needs transformers; imported by `attnlab.integrations.transformers` only. The mask is built by that
+library's own `sdpa` mask maker, so its meaning is theirs: bool `[B, 1, Lq, Lk]`, True = may attend.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.mask import AttentionMask
+
+_TAG = "_attnlab_structure"
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of one forward; None only for plain square causal attention from position 0, nothing padded.
+
+    A bidirectional mask is always built: a None would read as causal in a module that says it is. The
+    tensor carries the `AttentionMask` it equals, where that is known, so windows, causality and padding keep
+    their structure.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    function = causal_mask_function if mask_function is None else mask_function
+    square = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
+    if (
+        allow_is_causal_skip
+        and square
+        and q_length > 1
+        and function is causal_mask_function
+        and attention_mask is None
+    ):
+        return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
+    if mask is None or torch.compiler.is_compiling():
+        return mask  # attributes of tensors do not survive a graph; the tensor alone says everything
+    pattern = pattern_of(function)
+    if pattern is None:
+        return mask
+    present = _present(attention_mask, kv_length, kv_offset)
+    if pattern.get("causal") or "window" in pattern:
+        pattern["offset"] = q_offset - kv_offset
+    structure = AttentionMask(key_mask=present, **pattern)
+    setattr(mask, _TAG, (structure, _version(mask)))
+    return mask
+
+
+def structure_of(mask: Tensor) -> AttentionMask | None:
+    """The structure that `mask` was made from; None for a foreign tensor, a view, or one written to since."""
+    tag = getattr(mask, _TAG, None)
+    if tag is None:
+        return None
+    structure, version = tag
+    return structure if version == _version(mask) else None
+
+
+def pattern_of(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """`AttentionMask` arguments that equal one of transformers' mask functions; None where it is another's.
+
+    Known: bidirectional, causal, and either with a sliding window. `sliding_window=W` there leaves W keys
+    including the query's own, so it is `left = W - 1` here; the bidirectional window is `W` to both sides.
+    """
+    from transformers import masking_utils as theirs
+
+    if function is theirs.bidirectional_mask_function:
+        return {}
+    if function is theirs.causal_mask_function:
+        return {"causal": True}
+    parts = _closure(function, theirs.and_masks).get("mask_functions")
+    if parts is None:
+        size = _closure(function, theirs.sliding_window_overlay).get("sliding_window")
+        if isinstance(size, int):
+            return {"window": (size - 1, None)}
+        both = _closure(function, theirs.sliding_window_bidirectional_overlay).get("sliding_window")
+        return {"window": (both, both)} if isinstance(both, int) else None
+    merged: dict[str, Any] = {}
+    for part in parts:
+        known = pattern_of(part)
+        if known is None or set(known) & set(merged):
+            return None
+        merged.update(known)
+    return merged
+
+
+def bias_of(mask: Tensor) -> Tensor:
+    """A float mask as a bias: that library hides with the dtype's most negative number, here -inf hides."""
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+
+
+def _closure(function: Callable[..., Any], maker: Callable[..., Any]) -> dict[str, Any]:
+    """What `function` closes over, where it was made by `maker`; else empty."""
+    if getattr(function, "__qualname__", "").startswith(f"{maker.__qualname__}.<locals>."):
+        return dict(inspect.getclosurevars(function).nonlocals)
+    return {}
+
+
+def _present(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """`[B, Lk]`, True = present, for the keys of this call: slots past the given mask are unfilled."""
+    if attention_mask is None:
+        return None
+    short = kv_length + kv_offset - attention_mask.shape[-1]
+    whole = attention_mask.to(torch.bool)
+    if short > 0:
+        whole = torch.nn.functional.pad(whole, (0, short))
+    return whole[:, kv_offset : kv_offset + kv_length]
+
+
+def _version(mask: Tensor) -> int | None:
+    return None if mask.is_inference() else mask._version
