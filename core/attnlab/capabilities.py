@@ -151,7 +151,7 @@ class Capabilities:
     exports: bool = False
     isolates_nonfinite: bool = False
     batch_invariant: bool = False
-    notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    notes: Mapping[str, str] = field(default_factory=dict, hash=False)
     bits: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class Capabilities:
         for name in reasons:
             self.declares(name)
         off = {name: None if name == "weights" else False for name in reasons}
-        return replace(self, **off, notes=MappingProxyType({**self.notes, **reasons}))  # type: ignore[arg-type]
+        return replace(self, **off, notes={**self.notes, **reasons})  # type: ignore[arg-type]
 
     def within(self, ceiling: Capabilities) -> list[str]:
         """The names that this claims and `ceiling` does not: empty where this only narrows."""

@@ -37,6 +37,8 @@ def fused_attention(
     if scale is not None and scale <= 0:
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
         query, scale = query * scale, 1.0
+    # The flash kernels want adjacent head elements; torch would fall back to the plain formula without a word.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     seen = call.visibility
     if seen is None and call.bias is None:
