@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import Reason
-from attnlab.conformance.mutants._textbook import Mutant, TextbookAttention, TextbookLinear
+from attnlab.conformance.mutants._textbook import Mutant, TextbookAttention, TextbookLinear, before_the_gate
 from attnlab.request import Request
 
 
@@ -108,17 +108,11 @@ class WeightsAfterDropout(TextbookAttention):
         return used
 
 
-class OpenGate(TextbookAttention):
+@before_the_gate(lambda named: named.pop("softcap", None))
+class SwallowsSoftcap(TextbookAttention):
     """Declares no softcap and takes it anyway: the argument is dropped without a word."""
 
     capabilities = TextbookAttention.capabilities.narrow(softcap="it is not part of this variant")
-
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(**sizes)
-        self._bits = TextbookAttention.capabilities.bits
-
-    def supports(self, request: Request) -> list[Reason]:
-        return []
 
 
 class HalfPrecisionScores(TextbookAttention):
@@ -196,5 +190,5 @@ MUTANTS = (
     Mutant(OneDropoutMaskForAllHeads, "dropout_drops_that_share", "a mask [B, 1, Lq, Lk]"),
     Mutant(DropoutIsNotSeeded, "dropout_is_seeded", "a generator of its own"),
     Mutant(WeightsAfterDropout, "weights_of_a_row_sum_to_one", "weights are returned after dropout"),
-    Mutant(OpenGate, "refuses_what_it_does_not_declare", "an undeclared argument is swallowed"),
+    Mutant(SwallowsSoftcap, "refuses_what_it_does_not_declare", "an undeclared argument is swallowed"),
 )

@@ -1,0 +1,110 @@
+"""Cases and features: what is asked, by whom it can be answered, and the same numbers every time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attnlab.capabilities import ASKABLE, Capabilities
+from attnlab.conformance.cases import Case, case, fitted, in_dtypes, pairs, singles
+from attnlab.conformance.features import FEATURES, compatible
+from attnlab.conformance.inputs import draw
+from attnlab.conformance.mutants import TextbookAttention, TextbookDelta
+from attnlab.conformance.plan import all_checks, cases_of
+from attnlab.conformance.subject import subject_of
+
+VARIANT = TextbookAttention(num_heads=2, head_dim=8)
+
+
+def test_an_id_names_dtype_features_and_sizes() -> None:
+    assert case("causal", "gqa", dtype="bfloat16").id == "bfloat16-causal+gqa-B2H4k2L7x7D8"
+    assert case("value_dim", "longer_keys").id == "float32-value_dim+longer_keys-B2H2L5x9D8x8x5"
+
+
+def test_a_case_asks_for_what_its_features_its_sizes_and_its_check_need() -> None:
+    made = case("causal", "gqa", "longer_keys", needs=("backward",))
+    assert made.askables == ("causal", "gqa", "cross_lengths", "backward")
+    lacking = made.missing(
+        Capabilities(causal=True, dtypes=frozenset({"float64"}), devices=frozenset({"cpu"}))
+    )
+    assert lacking == ["gqa", "cross_lengths", "backward", "dtype float32"]
+
+
+def test_labels_that_set_the_same_argument_or_size_are_not_combined() -> None:
+    assert not compatible("causal", "bottom_right")
+    assert not compatible("gqa", "multi_query")
+    assert compatible("causal", "window")
+    for made in pairs():
+        assert compatible(*made.features)
+
+
+def test_every_askable_that_a_case_can_use_is_used_by_a_check() -> None:
+    used: set[str] = set()
+    subject = subject_of(TextbookAttention)
+    for check in all_checks():
+        for planned in cases_of(check, subject, quick=False, device="cpu"):
+            if planned.case is not None:
+                used |= set(planned.case.askables)
+    undeclared = {n for n in ASKABLE if not subject.capabilities.declares(n)}  # asked for as refusals
+    # weights and lse are asked for beside other features as well; every one of the rest is a feature or a need.
+    assert set(ASKABLE) - used - undeclared == set()
+
+
+# query_dim is no part of scaled dot product: the additive variant is asked for it in its own checks.
+@pytest.mark.parametrize("label", sorted(set(FEATURES) - {"query_dim"}))
+def test_every_feature_makes_a_call_that_the_gate_accepts(label: str) -> None:
+    made = case(label)
+    variant = TextbookAttention(**made.geometry)
+    inputs = draw(made, variant)
+    with torch.no_grad():
+        assert inputs.run(variant).out.shape == (2, made.num_heads, made.query_length, made.value_dim)
+    visible = inputs.visible()
+    if FEATURES[label].sets and label not in (
+        "bias",
+        "bias_per_key",
+        "hiding_bias",
+        "softcap",
+        "score_mod",
+        "sinks",
+    ):
+        hides = not bool(visible.all())
+        assert hides == ("scale" not in label)
+
+
+def test_the_same_case_draws_the_same_numbers_in_every_dtype() -> None:
+    narrow, wide = (draw(case("bias", dtype=d), VARIANT) for d in ("float16", "float64"))
+    assert torch.equal(narrow.query, wide.query.half())
+    assert torch.equal(narrow.arguments["bias"], wide.arguments["bias"].half())
+    assert not torch.equal(draw(case(seed=1), VARIANT).query, draw(case(), VARIANT).query)
+
+
+def test_recurrences_get_keys_of_unit_length_and_gates_in_range() -> None:
+    inputs = draw(case(dtype="float64"), TextbookDelta(num_heads=2, head_dim=8))
+    torch.testing.assert_close(inputs.key.norm(dim=-1), torch.ones(2, 2, 7, dtype=torch.float64))
+    beta = inputs.arguments["gates"]["beta"]
+    assert bool(((beta > 0) & (beta < 1)).all())
+
+
+def test_a_case_is_moved_to_the_nearest_legal_head_size() -> None:
+    assert fitted(case(), range(16, 257, 16), "cpu").geometry["head_dim"] == 16
+    assert fitted(case(), range(4, 5), "cpu").geometry == {
+        **case().geometry,
+        "head_dim": 4,
+        "key_dim": 4,
+        "value_dim": 4,
+    }
+    assert fitted(Case(value_dim=5), range(16, 65), "cuda").value_dim == 5
+
+
+def test_singles_hold_the_plain_case_and_every_label_in_every_dtype_asked() -> None:
+    made = in_dtypes(singles(), ("float32", "float64"))
+    assert len(made) == 2 * (1 + len(FEATURES))
+    assert len({c.id for c in made}) == len(made)
+
+
+def test_importing_the_suite_or_a_result_loads_no_torch() -> None:
+    code = "import sys; from attnlab.conformance import CheckResult; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
