@@ -1,14 +1,18 @@
-"""Absent slots outside the mask: gates closed at absent keys, rows of absent queries emptied. Needs torch."""
+"""What is not there: gates closed at absent keys, rows of absent queries emptied, calls without tokens. Needs torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnlab.call import AttentionOutput
+from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import GateSpec
+
+if TYPE_CHECKING:
+    from attnlab.interface import Attention
 
 
 def close_gates(
@@ -29,3 +33,23 @@ def without_absent_queries(result: AttentionOutput, present: Tensor) -> Attentio
         None if result.lse is None else result.lse.masked_fill(absent, -torch.inf),
         result.state,
     )
+
+
+def empty_output(
+    variant: Attention, query: Tensor, key: Tensor, value: Tensor, call: Call, total: int
+) -> AttentionOutput:
+    """Nothing to see or nobody to see it: zeros (or nothing) of the right shape, with gradients that flow."""
+    batch, heads, lq, _ = query.shape
+    anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()  # 0, in the graph
+    out = query.new_zeros(batch, heads, lq, variant.value_dim) + anchor
+    weights = out.new_zeros(batch, heads, lq, total) if call.need_weights else None
+    lse = None
+    if call.need_lse:
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        lse = torch.full((batch, heads, lq), -torch.inf, dtype=wide, device=query.device)
+    state = call.state
+    if state is not None:
+        following = variant.absorb(key, value, call) if key.shape[2] else state.renewed()
+        state.spend(variant.name)
+        state = following
+    return AttentionOutput(out, weights, lse, state)

@@ -1,29 +1,38 @@
-"""The slow half of the gate: judging arguments and wording refusals. Only `interface` imports it."""
+"""The gate's capability half: what is asked as bits, refusals and their words. Imported by the gate's other parts and `modules`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnlab.capabilities import ASKABLE, BIT, DEVICES, DTYPES, Reason
-from attnlab.errors import InvalidInput
+from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.mask import AttentionMask
 from attnlab.request import Request
+from attnlab.state import State
 
 if TYPE_CHECKING:
     from attnlab.interface import Attention
-    from attnlab.state import State
 
 BITS = SimpleNamespace(**{name: BIT[name] for name in ASKABLE})
 DTYPE_BITS = {getattr(torch, d): BIT[f"dtype {d}"] for d in DTYPES}
 _DEVICE_BITS = {d: BIT[f"device {d}"] for d in DEVICES}
 UNKNOWN = 1 << len(BIT)
 """The bit of a dtype or device that no variant can declare."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run_while_tracing(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` of constants, whose result is a constant of the graph under `torch.compile`."""
+    marked: Callable[P, R] = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+    return marked
 
 
 def autocast_on(device: torch.device) -> bool:
@@ -102,193 +111,34 @@ def describe_refusal(variant: Attention, request: Request) -> list[Reason]:
 def refusal_message(variant: Attention, request: Request, reasons: list[Reason]) -> str:
     """`NAME does not support ...; variants of the same formula that could: ...`."""
     message = f"{variant.name} does not support " + "; ".join(map(str, reasons))
-    others = _could_serve(variant, request)
+    asked = tuple(name for name in ASKABLE if request.asks(name))
+    others = _could_serve(variant.name, variant.formula, asked, request.dtype, request.device)
     if others:
         return f"{message}. Variants of the formula {variant.formula} that declare it: {', '.join(others)}"
     return f"{message}. No other registered variant of the formula {variant.formula or '?'} declares it"
 
 
-def _could_serve(variant: Attention, request: Request) -> list[str]:
+@run_while_tracing
+def _could_serve(name: str, formula: str, features: tuple[str, ...], dtype: str, device: str) -> list[str]:
     from attnlab.catalogue import default_registry
     from attnlab.errors import AttnlabError
 
     try:
         registry = default_registry()
-        rows = [registry.info(name) for name in registry.names()]
+        rows = [registry.info(other) for other in registry.names()]
     except AttnlabError:  # a broken registry file has its own report; the refusal stands without the hint
         return []
-    asked = request.features
     return [
         row.name
         for row in rows
-        if row.formula == variant.formula
-        and row.name != variant.name
+        if row.formula == formula
+        and row.name != name
         and row.capabilities is not None
         and row.unavailable is None
-        and asked <= set(row.capabilities)
-        and (not row.dtypes or request.dtype in row.dtypes)
-        and (not row.devices or request.device in row.devices)
+        and set(features) <= set(row.capabilities)
+        and (not row.dtypes or dtype in row.dtypes)
+        and (not row.devices or device in row.devices)
     ]
-
-
-def explain_shapes(variant: Attention, query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast for autocast where it is on, then raise `InvalidInput` for the first thing that does not fit."""
-    name = variant.name
-    tensors = (("query", query), ("key", key), ("value", value))
-    for word, t in tensors:
-        if not isinstance(t, Tensor):
-            raise InvalidInput(f"{name}: {word} must be a tensor [B, H, L, D], got {type(t).__name__}")
-        if t.dim() != 4:
-            raise InvalidInput(
-                f"{name}: {word} must have four axes [B, H, L, D], got {list(t.shape)}"
-                + ("; add a batch axis with unsqueeze(0)" if t.dim() == 3 else "")
-            )
-        if t.layout != torch.strided:
-            raise InvalidInput(
-                f"{name}: {word} must be a dense (strided) tensor, got layout {t.layout}; call .to_dense()"
-            )
-    device = query.device
-    if key.device != device or value.device != device:
-        raise InvalidInput(
-            f"{name}: query, key and value must share a device, got {device}, {key.device} and {value.device}; move them together"
-        )
-    if autocast_on(device):
-        target = torch.get_autocast_dtype(device.type)
-        query, key, value = (
-            t.to(target) if t.is_floating_point() and t.dtype != torch.float64 else t
-            for t in (query, key, value)
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        raise InvalidInput(
-            f"{name}: query, key and value must share a dtype, got "
-            f"{', '.join(str(t.dtype).removeprefix('torch.') for t in (query, key, value))}; cast them or use torch.autocast"
-        )
-    (batch, heads, _, dq), (batch_k, kv_heads, lk, dk), (batch_v, heads_v, lk_v, dv) = (
-        query.shape,
-        key.shape,
-        value.shape,
-    )
-    if not batch == batch_k == batch_v:
-        raise InvalidInput(
-            f"{name}: query, key and value must share a batch size, got {batch}, {batch_k} and {batch_v}"
-        )
-    if kv_heads != heads_v:
-        raise InvalidInput(
-            f"{name}: key and value must have as many heads as each other, got {kv_heads} and {heads_v}"
-        )
-    if lk != lk_v:
-        raise InvalidInput(f"{name}: key and value must have one length, got {lk} and {lk_v}")
-    for word, got, want, what in (
-        ("query", heads, variant.num_heads, "heads"),
-        ("key", kv_heads, variant.num_kv_heads, "heads"),
-        ("query", dq, variant.head_dim, "head width"),
-        ("key", dk, variant.key_dim, "head width"),
-        ("value", dv, variant.value_dim, "head width"),
-    ):
-        if got != want:
-            extra = "; the layout is [B, H, L, D], with heads before length" if what == "heads" else ""
-            raise InvalidInput(
-                f"{name}: {word} must have {what} {want} as the variant was created, got {got}{extra}"
-            )
-    return query, key, value
-
-
-def check_extras(
-    variant: Attention,
-    query: Tensor,
-    key: Tensor,
-    bias: Any,
-    scale: Any,
-    softcap: Any,
-    score_mod: Any,
-    sinks: Any,
-    gates: Any,
-    dropout_p: Any,
-    state: Any,
-) -> None:
-    """Types, shapes and ranges of everything that is not a mask; `InvalidInput` names the first fault."""
-    name = variant.name
-    batch, heads, lq, _ = query.shape
-    new = key.shape[2]
-    if state is not None:
-        _check_state(variant, state, batch, new, key)
-    total = new + (0 if state is None else state.length)
-    _check_number(name, "scale", scale, None)
-    _check_number(name, "softcap", softcap, 0.0)
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p <= 1.0:
-        raise InvalidInput(f"{name}: dropout_p must be a number from 0 to 1, got {dropout_p!r}")
-    if score_mod is not None and not callable(score_mod):
-        raise InvalidInput(
-            f"{name}: score_mod must be a function (score, b, h, q, k), got {type(score_mod).__name__}"
-        )
-    if bias is not None:
-        full = [batch, heads, lq, total]
-        _check_float(name, "bias", bias, query)
-        if bias.dim() != 4 or any(have not in (1, want) for have, want in zip(bias.shape, full, strict=True)):
-            hint = "; add the missing axes, such as bias[None, None]" if bias.dim() != 4 else ""
-            raise InvalidInput(
-                f"{name}: bias must broadcast to {full} with four axes, got {list(bias.shape)}{hint}"
-            )
-    if sinks is not None:
-        _check_float(name, "sinks", sinks, query)
-        if list(sinks.shape) != [heads]:
-            raise InvalidInput(f"{name}: sinks must be [Hq] = [{heads}], got {list(sinks.shape)}")
-    if gates or variant.gates:
-        _check_gates(variant, gates, key)
-
-
-def _check_number(name: str, word: str, value: Any, above: float | None) -> None:
-    if value is None or isinstance(value, torch.SymFloat):
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or (above is not None and value <= above):
-        wanted = "a finite number" if above is None else f"a finite number above {above:g}"
-        hint = "; use .item() if it is a constant" if isinstance(value, Tensor) else ""
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise InvalidInput(f"{name}: {word} must be {wanted} or None, got {got}{hint}")
-
-
-def _check_float(name: str, word: str, value: Any, query: Tensor) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
-        hint = "; a bool mask goes into mask=" if got == "bool" else ""
-        raise InvalidInput(f"{name}: {word} must be a floating-point tensor, got {got}{hint}")
-    if value.device != query.device:
-        raise InvalidInput(
-            f"{name}: {word} is on {value.device} and query on {query.device}; move it with .to(query.device)"
-        )
-
-
-def _check_gates(variant: Attention, gates: Mapping[str, Tensor] | None, key: Tensor) -> None:
-    name, specs = variant.name, variant.gates
-    if not isinstance(gates, Mapping):
-        needed = ", ".join(f"{g}: {s.shape} in {s.range}" for g, s in specs.items())
-        raise InvalidInput(
-            f"{name}: gates must be a mapping with {needed}, got {type(gates).__name__}; pass gates={{...}}"
-        )
-    if set(gates) != set(specs):
-        raise InvalidInput(
-            f"{name}: gates must be exactly {', '.join(sorted(specs)) or 'none'}, got {', '.join(map(str, sorted(gates))) or 'none'}"
-        )
-    shape = list(key.shape)
-    for gate, value in gates.items():
-        _check_float(name, f"gate {gate}", value, key)
-        want = shape if specs[gate].shape.endswith("Dk]") and value.dim() == 4 else shape[:3]
-        if list(value.shape) != want:
-            raise InvalidInput(
-                f"{name}: gate {gate} must be {specs[gate].shape} = {want}, got {list(value.shape)}"
-            )
-
-
-def _check_state(variant: Attention, state: State, batch: int, new: int, key: Tensor) -> None:
-    from attnlab.state import State as StateClass
-
-    name = variant.name
-    if not isinstance(state, StateClass):
-        raise InvalidInput(
-            f"{name}: state must come from init_state or an earlier output, got {type(state).__name__}"
-        )
-    state.check(name, batch, variant.num_kv_heads, variant.key_dim, variant.value_dim, new, key)
 
 
 def stated(
@@ -338,3 +188,47 @@ def mask_bits(mask: AttentionMask) -> int:
     if mask.mask_mod is not None:
         bits |= BITS.mask_mod
     return bits
+
+
+def require_sizes(variant: Attention) -> None:
+    """`UnsupportedRequest` where the sizes that the variant was made with are not declared."""
+    need = (
+        (BITS.gqa, variant.num_heads != variant.num_kv_heads),
+        (BITS.value_dim, variant.value_dim != variant.key_dim),
+        (BITS.query_dim, variant.head_dim != variant.key_dim),
+    )
+    legal, have = variant.capabilities.head_dims, variant.capabilities.bits
+    sizes = (variant.head_dim, variant.key_dim, variant.value_dim)
+    odd = legal is not None and any(d not in legal for d in sizes)
+    if odd or any(on and not have & bit for bit, on in need):
+        request = Request.of(
+            num_heads=variant.num_heads,
+            num_kv_heads=variant.num_kv_heads,
+            head_dim=variant.head_dim,
+            key_dim=variant.key_dim,
+            value_dim=variant.value_dim,
+        )
+        features = {"gqa", "value_dim", "query_dim", "head_dims"}
+        reasons = [r for r in describe_refusal(variant, request) if r.feature in features]
+        raise UnsupportedRequest(f"{variant.name} does not support " + "; ".join(map(str, reasons)), reasons)
+
+
+def judge(
+    variant: Attention, bits: int, query: Tensor, key: Tensor, value: Tensor, state: State | None
+) -> None:
+    """Refuse with every reason, or remember that this request is served."""
+    past = state.length if isinstance(state, State) else 0
+    asked = None if torch.compiler.is_compiling() else (bits, query.shape, key.shape, value.shape, past)
+    if asked is not None and asked in variant._verdicts:
+        return
+    request = request_of(bits, query, key, value, past)
+    reasons = variant.supports(request)
+    missing = describe_refusal(variant, request)
+    if missing and not reasons:
+        reasons = missing
+    if reasons:
+        raise UnsupportedRequest(refusal_message(variant, request, reasons), reasons)
+    if asked is not None:
+        if len(variant._verdicts) > 512:
+            variant._verdicts.clear()
+        variant._verdicts[asked] = True

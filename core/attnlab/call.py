@@ -83,7 +83,10 @@ def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool)
             key.dtype,
             value.dtype,
             causal,
+            query.layout,
+            key.layout,
+            value.layout,
             on_cpu or (query.device, key.device, value.device),
         )
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # a nested tensor has no shape
         return None

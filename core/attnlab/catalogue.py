@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,11 @@ def use_registry(registry: Registry | None) -> None:
     global _default
     with _lock:
         _default = registry
-    import sys
+    forget_instances()
 
+
+def forget_instances() -> None:
+    """Drop what `attend` made and judged by name: the names may mean something else now."""
     functional = sys.modules.get("attnlab.functional")
     if functional is not None:
         functional.forget_instances()

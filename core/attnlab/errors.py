@@ -33,7 +33,7 @@ class UnsupportedRequest(AttnlabError, NotImplementedError):
     """
 
     def __init__(self, message: str, reasons: Sequence[Reason] = ()) -> None:
-        super().__init__(message)
+        self.args = (message,)  # not super().__init__(message): torch.compile cannot trace it
         self.reasons = tuple(reasons)
 
 

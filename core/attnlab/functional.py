@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnlab._gate import run_while_tracing
 from attnlab.call import AttentionOutput, call_signature
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
-from attnlab.interface import Attention
-
-ARGUMENTS = frozenset(
-    n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY
-)
-"""What `attend` passes on: the keyword arguments of `Attention.forward`."""
+from attnlab.interface import ARGUMENTS, Attention
 
 # Bare calls that were judged, by variant and signature -> the function that serves them.
 _served: dict[Any, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
@@ -40,14 +35,11 @@ def attend(
     `arguments` are those of `Attention.forward` (causal, window, key_mask, mask, bias, need_weights, state, ...). Dropout is
     applied whenever `dropout_p` is given. Raises `InvalidInput` for variants with parameters: they need `attnlab.create`.
     """
-    try:
-        _, hq, _, dq = query.shape
-        _, hkv, _, dk = key.shape
-        made = _instances.get((variant, hq, hkv, dq, dk, value.shape[-1]))
-    except (AttributeError, ValueError, IndexError, TypeError):
-        made = None
+    made = _known(query, key, value, variant) if not torch.compiler.is_compiling() else None
     if made is None:
-        made = _made(query, key, value, variant)
+        sizes = _sizes(query, key, value, variant)
+        _make(variant, *sizes)
+        made = _instances[(variant, *sizes)]
     if not arguments.keys() <= ARGUMENTS:
         unknown = next(name for name in arguments if name not in ARGUMENTS)
         raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}")
@@ -62,15 +54,17 @@ def attention(
         not arguments or (len(arguments) == 1 and arguments.get("causal") is True)
     ) and not torch.compiler.is_compiling():
         # The shortcut of small inputs: what was judged once is not judged again. About 3 us in all.
-        call = call_signature(variant, query, key, value, bool(arguments))
+        call = (
+            call_signature(variant, query, key, value, bool(arguments)) if isinstance(variant, str) else None
+        )
         served = _served.get(call)
         if served is not None and not torch._C._is_any_autocast_enabled():
             return served(query, key, value)
         out = attend(query, key, value, variant, **arguments).out
-        made = _instances[
+        made = _instances.get(
             (variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3])
-        ]
-        if made.was_served(query, key, value, bool(arguments)):
+        )
+        if made is not None and made.was_served(query, key, value, bool(arguments)):
             if len(_served) > _LIMIT:
                 _served.clear()
             _served[call] = made.plain_function(bool(arguments))
@@ -83,15 +77,29 @@ def attention(
     return attend(query, key, value, variant, **arguments).out
 
 
-def _made(query: Any, key: Any, value: Any, variant: str) -> Attention:
+def _known(query: Any, key: Any, value: Any, variant: Any) -> Attention | None:
+    try:
+        _, hq, _, dq = query.shape
+        _, hkv, _, dk = key.shape
+        return _instances.get((variant, hq, hkv, dq, dk, value.shape[-1]))
+    except (AttributeError, ValueError, IndexError, TypeError, RuntimeError):
+        return None
+
+
+def _sizes(query: Any, key: Any, value: Any, variant: str) -> tuple[int, int, int, int, int]:
+    """`(Hq, Hkv, Dq, Dk, Dv)` of inputs that have them; `InvalidInput` otherwise."""
     if not isinstance(variant, str):
         raise InvalidInput(
             f"attend: variant must be a registered name, got {type(variant).__name__}; call the module itself"
         )
     for word, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor) or t.dim() != 4:
-            got = list(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        nested = isinstance(t, Tensor) and t.is_nested
+        if not isinstance(t, Tensor) or nested or t.dim() != 4:
+            got = (
+                "a nested tensor" if nested else list(t.shape) if isinstance(t, Tensor) else type(t).__name__
+            )
             hint = "; add a batch axis with unsqueeze(0)" if isinstance(t, Tensor) and t.dim() == 3 else ""
+            hint = "; pad it with to_padded_tensor(0.0) and give key_lengths=" if nested else hint
             raise InvalidInput(
                 f"{variant}: {word} must be a tensor with four axes [B, H, L, D], got {got}{hint}"
             )
@@ -100,6 +108,16 @@ def _made(query: Any, key: Any, value: Any, variant: str) -> Attention:
         raise InvalidInput(
             f"{variant}: heads and head widths must be 1 or more, got {list(query.shape)}, {list(key.shape)}"
         )
+    # Under torch.compile these are constants of the graph: a range's length is a number even where n is dynamic.
+    hq, hkv, dq, dk, dv = (len(range(n)) for n in sizes) if torch.compiler.is_compiling() else sizes
+    return hq, hkv, dq, dk, dv
+
+
+@run_while_tracing
+def _make(variant: str, *sizes: int) -> None:
+    """Put the variant of these sizes among the instances, unless it is there."""
+    if (variant, *sizes) in _instances:
+        return
     made = create(
         variant,
         num_heads=sizes[0],
@@ -116,4 +134,3 @@ def _made(query: Any, key: Any, value: Any, variant: str) -> Attention:
     if len(_instances) >= _LIMIT:
         _instances.clear()
     _instances[(variant, *sizes)] = made
-    return made

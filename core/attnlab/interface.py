@@ -8,25 +8,25 @@ Layout, everywhere: query `[B, Hq, Lq, Dq]`, key `[B, Hkv, Lk, Dk]`, value `[B, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from attnlab._absent import close_gates, without_absent_queries
+from attnlab._absent import close_gates, empty_output, without_absent_queries
+from attnlab._arguments import check_extras, check_flags, explain_shapes
 from attnlab._gate import (
     BITS,
     DTYPE_BITS,
     UNKNOWN,
     autocast_on,
-    check_extras,
     describe_refusal,
     device_bit,
-    explain_shapes,
+    judge,
     mask_bits,
-    refusal_message,
-    request_of,
+    require_sizes,
     stated,
 )
 from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
@@ -49,6 +49,7 @@ class Attention(nn.Module):
         gates: per-token gates by name, for recurrences.
         conflicts: declared capabilities that do not combine: `(("state", "weights"), "why")`.
         known_failures: conformance checks that it is known to fail, by name; always strict.
+        state_type: the class of its states, where it declares `state`.
 
     Args: num_heads Hq; head_dim Dq; num_kv_heads Hkv (default Hq, must divide it); key_dim Dk (default Dq); value_dim Dv
     (default Dk). Raises `InvalidInput` for sizes below 1 or heads that do not divide, `UnsupportedRequest` for sizes
@@ -63,6 +64,7 @@ class Attention(nn.Module):
     gates: ClassVar[Mapping[str, GateSpec]] = MappingProxyType({})
     conflicts: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
     known_failures: ClassVar[Mapping[str, KnownFailure]] = MappingProxyType({})
+    state_type: ClassVar[type[State]] = State
     name: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -97,12 +99,27 @@ class Attention(nn.Module):
             raise InvalidInput(
                 f"{self.name}: num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
+        self._prepare_gate()
+        require_sizes(self)
+
+    def _prepare_gate(self) -> None:
         self._bits = self.capabilities.bits
+        self._gated = bool(self.gates)
         self._conflict_bits = tuple(sum(getattr(BITS, n) for n in names) for names, _ in self.conflicts)
         self._judges = type(self).supports is not Attention.supports
         self._verdicts: dict[Any, bool] = {}
         self._served: set[Any] = set()  # signatures of bare calls that were judged: same shapes, same answer
-        self._require_sizes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy carries: nothing that the gate can work out again."""
+        kept: dict[str, Any] = self.__dict__.copy()
+        for name in ("_bits", "_gated", "_conflict_bits", "_judges", "_verdicts", "_served"):
+            kept.pop(name, None)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare_gate()
 
     # -- what a variant writes --------------------------------------------------------------------------------
 
@@ -161,10 +178,8 @@ class Attention(nn.Module):
     def narrow(self, **reasons: str) -> None:
         """Give up declared capabilities in this instance, each with the reason that its refusals quote."""
         self.capabilities = self.capabilities.narrow(**reasons)
-        self._bits = self.capabilities.bits
-        self._verdicts.clear()
-        self._served.clear()
-        self._require_sizes()
+        self._prepare_gate()
+        require_sizes(self)
 
     def extra_repr(self) -> str:
         sizes = [f"num_heads={self.num_heads}", f"head_dim={self.head_dim}"]
@@ -208,7 +223,8 @@ class Attention(nn.Module):
         wrong shapes, dtypes, devices or combinations, both before any tensor work.
         """
         bare = (
-            mask is None
+            (causal is False or causal is True)
+            and mask is None
             and offset is None
             and window is None
             and key_lengths is None
@@ -222,16 +238,19 @@ class Attention(nn.Module):
             and score_mod is None
             and sinks is None
             and gates is None
-            and not dropout_p
-            and not need_weights
-            and not need_lse
+            and type(dropout_p) is float
+            and dropout_p == 0.0
+            and need_weights is False
+            and need_lse is False
             and state is None
         )
         signature = None
         if bare and not torch.compiler.is_compiling():
             signature = call_signature("", query, key, value, causal is True)
             if signature in self._served and not torch._C._is_any_autocast_enabled():
-                return AttentionOutput(self.plain_function(causal is True)(query, key, value))
+                return AttentionOutput(self.plain_function(causal)(query, key, value))
+        elif not bare:
+            check_flags(self.name, dropout_p, need_weights, need_lse, gates)
         try:
             batch, heads, lq, dq = query.shape
             batch_k, kv_heads, lk, dk = key.shape
@@ -247,8 +266,9 @@ class Attention(nn.Module):
                 and dv == self.value_dim
                 and dtype == key.dtype == value.dtype
                 and device == key.device == value.device
+                and query.layout == key.layout == value.layout == torch.strided
             )
-        except (AttributeError, ValueError, TypeError):
+        except (AttributeError, ValueError, TypeError, RuntimeError):
             fits = False
         if not fits or (torch._C._is_any_autocast_enabled() and autocast_on(device)):
             query, key, value = explain_shapes(self, query, key, value)
@@ -280,7 +300,7 @@ class Attention(nn.Module):
         if dq != self.key_dim:
             bits |= BITS.query_dim
         said: AttentionMask | None = None
-        if causal or (
+        if causal is not False or (
             mask is not None
             or offset is not None
             or window is not None
@@ -312,9 +332,9 @@ class Attention(nn.Module):
             or self._judges
             or (self._conflict_bits and any(bits & both == both for both in self._conflict_bits))
         ):
-            self._judge(bits, query, key, value, state)
-        if not bare or self.gates:
-            check_extras(self, query, key, bias, scale, softcap, score_mod, sinks, gates, dropout_p, state)
+            judge(self, bits, query, key, value, state)
+        if not bare or self._gated:
+            check_extras(self, query, key, bias, scale, softcap, score_mod, sinks, gates, state)
 
         # Who sees whom, and what may be looked at.
         visibility: Visibility | None = None
@@ -343,8 +363,6 @@ class Attention(nn.Module):
                     gates = close_gates(gates, self.gates, absent)
             if visibility.query_present is not None:
                 query = query.masked_fill(~visibility.query_present[:, None, :, None], 0)
-            if state is not None:
-                state.spend(self.name)
 
         call = Call(
             visibility,
@@ -362,9 +380,16 @@ class Attention(nn.Module):
         )
         total = lk if visibility is None else visibility.key_length
         if not (batch and lq and total):
-            return self._attend_empty(query, key, value, call, total)
+            return empty_output(self, query, key, value, call, total)
         result = self.attend(query, key, value, call)
-        if signature is not None and self.capabilities.backward and (not causal or lq == lk):
+        if state is not None:
+            state.spend(self.name)  # only now: a call that fails leaves its state usable
+        # A signature says nothing of gradients, so what serves it must be known to hold with them.
+        if (
+            signature is not None
+            and self.capabilities.backward
+            and (recording or not (self._judges or self._conflict_bits))
+        ):
             if len(self._served) > 512:
                 self._served.clear()
             self._served.add(signature)
@@ -372,65 +397,8 @@ class Attention(nn.Module):
             return without_absent_queries(result, visibility.query_present)
         return result
 
-    # -- the gate's parts -------------------------------------------------------------------------------------
 
-    def _require_sizes(self) -> None:
-        need = (
-            (BITS.gqa, self.num_heads != self.num_kv_heads),
-            (BITS.value_dim, self.value_dim != self.key_dim),
-            (BITS.query_dim, self.head_dim != self.key_dim),
-        )
-        legal = self.capabilities.head_dims
-        odd = legal is not None and any(d not in legal for d in (self.head_dim, self.key_dim, self.value_dim))
-        if odd or any(on and not self._bits & bit for bit, on in need):
-            request = Request.of(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                key_dim=self.key_dim,
-                value_dim=self.value_dim,
-            )
-            features = {"gqa", "value_dim", "query_dim", "head_dims"}
-            reasons = [r for r in describe_refusal(self, request) if r.feature in features]
-            raise UnsupportedRequest(f"{self.name} does not support " + "; ".join(map(str, reasons)), reasons)
-
-    def _judge(self, bits: int, query: Tensor, key: Tensor, value: Tensor, state: State | None) -> None:
-        """Refuse with every reason, or remember that this request is served."""
-        compiling = torch.compiler.is_compiling()
-        asked = (
-            None
-            if compiling
-            else (bits, query.shape, key.shape, value.shape, 0 if state is None else state.length)
-        )
-        if asked is not None and asked in self._verdicts:
-            return
-        request = request_of(bits, query, key, value, 0 if state is None else state.length)
-        reasons = self.supports(request)
-        missing = describe_refusal(self, request)
-        if missing and not reasons:
-            reasons = missing
-        if reasons:
-            raise UnsupportedRequest(refusal_message(self, request, reasons), reasons)
-        if asked is not None:
-            if len(self._verdicts) > 512:
-                self._verdicts.clear()
-            self._verdicts[asked] = True
-
-    def _attend_empty(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, total: int
-    ) -> AttentionOutput:
-        """Nothing to see or nobody to see it: zeros (or nothing) of the right shape, with gradients that flow."""
-        batch, heads, lq, _ = query.shape
-        anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()  # 0, in the graph
-        out = query.new_zeros(batch, heads, lq, self.value_dim) + anchor
-        weights = out.new_zeros(batch, heads, lq, total) if call.need_weights else None
-        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        lse = (
-            torch.full((batch, heads, lq), -torch.inf, dtype=lse_dtype, device=query.device)
-            if call.need_lse
-            else None
-        )
-        state = call.state
-        if state is not None:
-            state = self.absorb(key, value, call) if key.shape[2] else state.renewed()
-        return AttentionOutput(out, weights, lse, state)
+ARGUMENTS = frozenset(
+    n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY
+)
+"""The keyword arguments of `Attention.forward`."""

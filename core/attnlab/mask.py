@@ -115,7 +115,7 @@ class AttentionMask:
             num_heads=num_heads,
             query_length=query_length,
             key_length=key_length,
-            device=torch.device(device) if device is not None else self.device or torch.device("cpu"),
+            device=torch.empty(0, device=self.device if device is None else device).device,
         )
         dense = seen.dense()
         if seen.query_present is not None:
@@ -168,12 +168,9 @@ class AttentionMask:
         Tokens past the last boundary, up to `query_length` and `key_length`, are absent. Reads values once.
         """
         cu_key = cu_query if cu_key is None else cu_key
-        if (
-            cu_query.dim() != 1
-            or cu_key.dim() != 1
-            or cu_query.numel() != cu_key.numel()
-            or cu_query.numel() < 1
-        ):
+        for part, cu in (("cu_query", cu_query), ("cu_key", cu_key)):
+            _check_integers(part, cu, 1, "[n + 1]", required=True)
+        if cu_query.numel() != cu_key.numel() or cu_query.numel() < 1:
             raise InvalidInput(
                 f"cu_seqlens must be two vectors of one length n + 1, got {list(cu_query.shape)} and {list(cu_key.shape)}"
             )
@@ -195,7 +192,8 @@ def _ids_of(cu: Tensor, length: int | None) -> Tensor:
 
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a{'n' if dtype[0] == 'i' else ''} {dtype} tensor of shape {list(value.shape)}"
     return f"{value!r} ({type(value).__name__})"
 
 
@@ -208,7 +206,12 @@ def _check_offset(offset: object) -> None:
                 f"offset must be 'top_left', 'bottom_right', an int or an integer tensor, got {offset!r}"
             )
     elif isinstance(offset, Tensor):
-        if offset.dtype.is_floating_point or offset.dtype == torch.bool or offset.dim() > 1:
+        if (
+            offset.dtype.is_floating_point
+            or offset.is_complex()
+            or offset.dtype == torch.bool
+            or offset.dim() > 1
+        ):
             raise InvalidInput(f"offset must be an integer tensor, 0-d or [B], got {_kind(offset)}")
     elif isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise InvalidInput(
@@ -265,18 +268,18 @@ _TENSOR_PARTS = ("key_mask", "key_lengths", "query_lengths", "allowed")
 
 
 def _flatten(mask: AttentionMask) -> tuple[list[Any], Any]:
+    children, context = _flatten_with_keys(mask)
+    return [child for _, child in children], context
+
+
+def _flatten_with_keys(mask: AttentionMask) -> tuple[list[tuple[Any, Any]], Any]:
+    """Tensors as children, named for messages about them; the rest as context."""
     offset_is_tensor = isinstance(mask.offset, Tensor)
-    children = [getattr(mask, n) for n in _TENSOR_PARTS] + [
-        mask.segments,
-        mask.offset if offset_is_tensor else None,
-    ]
-    return children, (
-        mask.causal,
-        mask.window,
-        mask.mask_mod,
-        None if offset_is_tensor else mask.offset,
-        offset_is_tensor,
-    )
+    children = {name: getattr(mask, name) for name in (*_TENSOR_PARTS, "segments")}
+    children["offset"] = mask.offset if offset_is_tensor else None
+    plain_offset = None if offset_is_tensor else mask.offset
+    context = mask.causal, mask.window, mask.mask_mod, plain_offset, offset_is_tensor
+    return [(pytree.GetAttrKey(name), child) for name, child in children.items()], context
 
 
 def _unflatten(children: Any, context: Any) -> AttentionMask:
@@ -296,4 +299,10 @@ def _unflatten(children: Any, context: Any) -> AttentionMask:
     return made
 
 
-pytree.register_pytree_node(AttentionMask, _flatten, _unflatten, serialized_type_name="attnlab.AttentionMask")
+pytree.register_pytree_node(
+    AttentionMask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="attnlab.AttentionMask",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

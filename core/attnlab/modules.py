@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnlab._gate import autocast_on
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import GateSpec
 from attnlab.catalogue import create
-from attnlab.errors import InvalidInput
-from attnlab.interface import Attention
+from attnlab.errors import InvalidInput, nearest
+from attnlab.interface import ARGUMENTS, Attention
 
 
 class MultiHeadAttention(nn.Module):
@@ -40,7 +41,9 @@ class MultiHeadAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        for word, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
+        sizes = (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim))
+        for word, size in sizes:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise InvalidInput(f"MultiHeadAttention: {word} must be an int of 1 or more, got {size!r}")
         if embed_dim % num_heads:
@@ -53,9 +56,14 @@ class MultiHeadAttention(nn.Module):
             )
         head_dim = embed_dim // num_heads
         if isinstance(variant, Attention):
-            if options:
+            if options or num_kv_heads is not None:
+                given = sorted([*options, *(["num_kv_heads"] if num_kv_heads is not None else [])])
                 raise InvalidInput(
-                    f"MultiHeadAttention: options go with a name, but variant is an instance; got {sorted(options)}"
+                    f"MultiHeadAttention: options go with a name, but variant is an instance; got {given}"
+                )
+            if variant.num_heads != num_heads:
+                raise InvalidInput(
+                    f"MultiHeadAttention: num_heads must be the {variant.num_heads} of the variant given, got {num_heads}"
                 )
             self.attention = variant
         else:
@@ -69,8 +77,7 @@ class MultiHeadAttention(nn.Module):
             float(dropout),
             batch_first,
         )
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
+        self.kdim, self.vdim = kdim, vdim
         if dropout and not made.capabilities.dropout:
             raise InvalidInput(
                 f"MultiHeadAttention: {made.name} declares no dropout of weights; set dropout=0"
@@ -119,9 +126,20 @@ class MultiHeadAttention(nn.Module):
                 raise InvalidInput(
                     f"MultiHeadAttention: {word} must be {layout} with width {width}, got {got}"
                 )
+            weight = self.key_projection.weight
+            if x.device != weight.device or (x.dtype != weight.dtype and not autocast_on(x.device)):
+                raise InvalidInput(
+                    f"MultiHeadAttention: {word} is {x.dtype} on {x.device} and the module {weight.dtype} on "
+                    f"{weight.device}; cast or move one of them"
+                )
         if "dropout_p" in arguments:
             raise InvalidInput(
                 "MultiHeadAttention: dropout is set once, with dropout= when the module is made"
+            )
+        if not arguments.keys() <= ARGUMENTS:
+            unknown = next(name for name in arguments if name not in ARGUMENTS)
+            raise InvalidInput(
+                f"MultiHeadAttention: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}"
             )
         if not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)

@@ -57,12 +57,12 @@ class State:
         return self._map(lambda t: t.clone())
 
     def to(self: S, device: torch.device | str) -> S:
-        """The state on another device (the same storage where it is there already)."""
+        """The state on another device (the same storage where it is there already); this one stays usable."""
         self.check_unspent("state.to()")
         return self._map(lambda t: t.to(device))
 
     def detach(self: S) -> S:
-        """The state cut from the autograd graph: truncated backpropagation through time."""
+        """The state cut from the autograd graph: truncated backpropagation through time; this one stays usable."""
         self.check_unspent("state.detach()")
         return self._map(lambda t: t.detach())
 
@@ -70,7 +70,8 @@ class State:
         """The state whose row `b` is this one's row `index[b]` (beam search); a copy, so this one stays usable."""
         self.check_unspent("state.reorder()")
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
-            raise InvalidInput("state.reorder: index must be an integer tensor [B]")
+            got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+            raise InvalidInput(f"state.reorder: index must be an int32 or int64 tensor [B], got {got}")
         return self._map(lambda t: t.index_select(0, index))
 
     def crop(self: S, length: int) -> S:
@@ -113,7 +114,9 @@ class CacheState(State):
     key: Tensor
     value: Tensor
     capacity: int | None = None
-    shared: bool = False
+    shared: bool = (
+        False  # whether a graph or another state may hold the storage, so that it must not be written
+    )
 
     @classmethod
     def empty(
@@ -126,6 +129,7 @@ class CacheState(State):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> CacheState:
+        check_room(batch, capacity)
         room = capacity or 0
         return cls(
             key=torch.zeros(batch, kv_heads, room, key_dim, device=device, dtype=dtype),
@@ -162,8 +166,7 @@ class CacheState(State):
         past, new = self.length, key.shape[2]
         total = past + new
         in_graph = self.key.requires_grad or self.value.requires_grad or self.shared
-        borrowed = self.key.is_inference() and not torch.is_inference_mode_enabled()
-        if recording or in_graph or borrowed or torch.compiler.is_compiling():
+        if recording or in_graph or torch.compiler.is_compiling() or self._borrowed():
             keys, values = (
                 torch.cat([store[:, :, :past], fresh], 2)
                 for store, fresh in ((self.key, key), (self.value, value))
@@ -189,10 +192,26 @@ class CacheState(State):
         )
         return keys, values, following
 
+    def _borrowed(self) -> bool:
+        """Whether the store was made in inference mode, outside of which it cannot be written."""
+        return self.key.is_inference() and not torch.is_inference_mode_enabled()
+
+    def to(self, device: torch.device | str) -> CacheState:
+        self.shared = True
+        return super().to(device)
+
+    def detach(self) -> CacheState:
+        self.shared = True
+        return super().detach()
+
     def crop(self, length: int) -> CacheState:
         """The state after its first `length` tokens; shares storage, so this one is consumed."""
-        if not 0 <= length <= self.length:
-            raise InvalidInput(f"state.crop: length must lie in 0..{self.length}, got {length}")
+        if (
+            isinstance(length, bool)
+            or not isinstance(length, (int, torch.SymInt))
+            or not 0 <= length <= self.length
+        ):
+            raise InvalidInput(f"state.crop: length must lie in 0..{self.length}, got {length!r}")
         self.spend("state.crop()")
         return replace(
             self,
@@ -209,6 +228,29 @@ def _grown(store: Tensor, past: int, room: int) -> Tensor:
     return larger
 
 
+def check_room(batch: object, capacity: object) -> None:
+    """Judge what `init_state` was asked for; `InvalidInput` otherwise."""
+    for word, value, other in (("batch", batch, ""), ("capacity", capacity, " or None")):
+        if word == "capacity" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
+            raise InvalidInput(f"init_state: {word} must be an int of 0 or more{other}, got {value!r}")
+
+
+def _check_memory(subject: str, held: Tensor, kv_heads: int, value_dim: int, key: Tensor) -> None:
+    """Judge a memory `[B, Hkv, *, Dv]` that is summed in `accumulation_dtype`."""
+    if (held.shape[1], held.shape[3]) != (kv_heads, value_dim):
+        raise InvalidInput(
+            f"{subject}: the state was made for key/value heads, value width {(held.shape[1], held.shape[3])} "
+            f"and the call has {(kv_heads, value_dim)}"
+        )
+    wide = torch.float64 if key.dtype == torch.float64 else torch.float32
+    if held.dtype != wide:
+        raise InvalidInput(
+            f"{subject}: the state holds {held.dtype} and sums of {key.dtype} keys need {wide}; init_state(dtype=...)"
+        )
+
+
 @dataclass(kw_only=True, eq=False)
 class LinearState(State):
     """Sums of a kernelised variant: `kv [B, Hkv, P, Dv]` of `phi(k) v^T` and `z [B, Hkv, P]` of `phi(k)`, float32 or better."""
@@ -216,9 +258,21 @@ class LinearState(State):
     kv: Tensor
     z: Tensor
 
+    def check(
+        self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
+    ) -> None:
+        super().check(subject, batch, kv_heads, key_dim, value_dim, new, key)
+        _check_memory(subject, self.kv, kv_heads, value_dim, key)
+
 
 @dataclass(kw_only=True, eq=False)
 class RecurrentState(State):
     """A recurrence's memory `S [B, Hkv, Dk, Dv]`, float32 or better."""
 
     memory: Tensor
+
+    def check(
+        self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
+    ) -> None:
+        super().check(subject, batch, kv_heads, key_dim, value_dim, new, key)
+        _check_memory(subject, self.memory, kv_heads, value_dim, key)

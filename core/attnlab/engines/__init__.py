@@ -5,7 +5,7 @@ linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, 
 """
 
 from attnlab.engines.fused import fused_attention
-from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups
+from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
 from attnlab.engines.tiled import Scoring, tiled_attention
@@ -19,6 +19,7 @@ __all__ = [
     "expand_heads",
     "fold_groups",
     "fused_attention",
+    "in_own_precision",
     "read_sums",
     "scan_recurrence",
     "tiled_attention",

@@ -39,7 +39,8 @@ def fused_attention(
         query, scale = query * scale, 1.0
     # The flash kernels want adjacent head elements; torch would fall back to the plain formula without a word.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
+    # A branch, so that it is a bool where shapes are dynamic as well.
+    grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
     seen = call.visibility
     if seen is None and call.bias is None:
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
@@ -59,14 +60,24 @@ def fused_attention(
         if seen.pairwise:
             mask = seen.dense()
         elif seen.key_present is not None:
-            mask = seen.key_present[:, None, None, :].expand(-1, -1, query.shape[2], -1)
+            mask = seen.key_present[:, None, None, :]  # one row: torch would fill an expanded one
     if call.bias is not None:
-        bias = call.bias.to(query.dtype)
+        bias = _kept_finite(call.bias, query.dtype, query.device.type)
         if mask is None:
-            mask = bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])
+            mask = bias.expand(*bias.shape[:3], key.shape[2])
         else:
-            mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=query.dtype, device=query.device))
+            mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=bias.dtype, device=query.device))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _kept_finite(bias: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """The bias in a dtype that torch's kernels take; a finite value stays finite, as only -inf hides."""
+    if device == "cpu" and torch.finfo(dtype).bits < 32:
+        dtype = torch.float32  # taken beside a narrower query there, and wider than the query's own
+    wide, narrow = torch.finfo(bias.dtype), torch.finfo(dtype)
+    if wide.max > narrow.max:
+        bias = torch.where(bias.isinf(), bias, bias.clamp(narrow.min, narrow.max))
+    return bias.to(dtype)
 
 
 def _is_zero(offset: int | Tensor) -> bool:

@@ -29,8 +29,12 @@ def read_sums(query: Tensor, kv: Tensor, z: Tensor, normalise: bool = True) -> T
 
 
 def divided(out: Tensor, total: Tensor) -> Tensor:
-    """`out / total`, or `out` where total is exactly 0: nothing was summed there, so out is 0 as well."""
-    return out / total.masked_fill(total == 0, 1)
+    """`out / total`, or `out` where total is 0 or nearly underflows: next to nothing was summed, so out is next to 0 as well.
+
+    The bound leaves the gradient's `1 / total` room for factors of 10^5 below overflow; at such totals features are denormal.
+    """
+    least = torch.finfo(total.dtype).tiny * 2**16
+    return out / total.masked_fill(total.abs() < least, 1)
 
 
 def align_to_queries(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnlab.engines.heads import accumulation_dtype, expand_heads
+from attnlab.engines.heads import accumulation_dtype, expand_heads, in_own_precision
 from attnlab.errors import InvalidInput
 from attnlab.visibility import Visibility
 
@@ -66,6 +66,7 @@ def tile_sides(pairs: int, query_length: int, key_length: int, cost: int) -> tup
     return tq, min(max(side, budget // tq), key_length)
 
 
+@in_own_precision
 def tiled_attention(
     query: Tensor,
     key: Tensor,
@@ -153,7 +154,7 @@ class _Job:
             s = self.scores(q0, q1, k0, k1)
             higher = torch.maximum(m, s.amax(-1, keepdim=True))
             base = torch.where(higher > -torch.inf, higher, torch.zeros_like(higher))
-            p = torch.exp(s.sub_(base) if s.is_contiguous() else s - base)
+            p = (s - base).exp_()  # not in place of s: a score_mod may have returned its own tensor
             fade = torch.exp(m - base)
             z = z * fade + p.sum(-1, keepdim=True)
             n = n * fade + self._dropped(self._reweighted(p, q0, q1, k0, k1)) @ self._values(k0, k1)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
-from attnlab.engines.heads import accumulation_dtype, expand_heads
+from attnlab.engines.heads import accumulation_dtype, expand_heads, in_own_precision
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, divided, read_sums
+from attnlab.errors import InvalidInput, PluginError
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
-from attnlab.state import LinearState, State
+from attnlab.state import LinearState, State, check_room
 from attnlab.visibility import Visibility
 
 FEATURE_MAP_CAPABILITIES = Capabilities(
@@ -46,12 +47,13 @@ class FeatureMapAttention(Attention):
 
     family: ClassVar[str] = "feature_map"
     capabilities: Capabilities = FEATURE_MAP_CAPABILITIES
+    state_type: ClassVar[type[State]] = LinearState
     conflicts = ((("state", "weights"), "the past keys are summed, so their weights cannot be told apart"),)
     normalise: bool = True
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
         """Features `[B, H, L, P]` of `x [B, H, L, D]` (float32 or better), at int64 positions `[L]` or `[B, L]`."""
-        raise NotImplementedError(f"{type(self).__name__} writes no feature_map(x, *, role, positions)")
+        raise PluginError(f"{type(self).__name__} writes no feature_map(x, *, role, positions)")
 
     def num_features(self) -> int:
         """P, by asking the map for no tokens; override where that is costly."""
@@ -66,12 +68,15 @@ class FeatureMapAttention(Attention):
     def default_scale(self) -> float | None:
         return None if self.normalise else super().default_scale()
 
+    @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         seen = call.visibility
         if seen is None:
             seen = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
         state, new = call.state, key.shape[2]
         assert state is None or isinstance(state, LinearState)
+        if state is not None:
+            self._check_features(state)
         kv, z = (None, None) if state is None else (state.kv, state.z)
         q = k = None
         offset = 0 if seen.right is None else relative_offset(self.name, seen.offset, state)
@@ -117,6 +122,7 @@ class FeatureMapAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> LinearState:
         """Empty sums, in float32 or better; constant in size, so `capacity` asks for nothing."""
+        check_room(batch, capacity)
         wide = accumulation_dtype(dtype or torch.get_default_dtype())
         features = self.num_features()
         return LinearState(
@@ -124,12 +130,21 @@ class FeatureMapAttention(Attention):
             z=torch.zeros(batch, self.num_kv_heads, features, device=device, dtype=wide),
         )
 
+    @in_own_precision
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
         assert isinstance(call.state, LinearState)
+        self._check_features(call.state)
         assert call.visibility is not None
         k, v = self._features(key, value, call.visibility, 0, key.shape[2])
         kv, z = _added(call.state.kv, call.state.z, k, v)
         return LinearState(length=call.state.length + key.shape[2], kv=kv, z=z)
+
+    def _check_features(self, state: LinearState) -> None:
+        held, made = state.kv.shape[2], self.num_features()
+        if held != made:
+            raise InvalidInput(
+                f"{self.name}: the state sums {held} features and this variant makes {made}; use its own init_state"
+            )
 
     def _query_features(self, query: Tensor, seen: Visibility, start: int, stop: int) -> Tensor:
         wide = accumulation_dtype(query.dtype)

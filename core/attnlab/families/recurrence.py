@@ -10,11 +10,12 @@ from torch import Tensor
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
-from attnlab.engines.heads import accumulation_dtype, fold_groups
+from attnlab.engines.heads import accumulation_dtype, fold_groups, in_own_precision
 from attnlab.engines.scan import scan_recurrence
+from attnlab.errors import PluginError
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
-from attnlab.state import RecurrentState, State
+from attnlab.state import RecurrentState, State, check_room
 
 RECURRENT_CAPABILITIES = Capabilities(
     causal=True,
@@ -43,15 +44,17 @@ class RecurrentAttention(Attention):
 
     family: ClassVar[str] = "recurrent"
     capabilities: Capabilities = RECURRENT_CAPABILITIES
+    state_type: ClassVar[type[State]] = RecurrentState
 
     def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         """The memory `[B, Hkv, Dk, Dv]` after one token `key [B, Hkv, Dk]`, `value [B, Hkv, Dv]`, gates `[B, Hkv]` (or `, Dk`)."""
-        raise NotImplementedError(f"{type(self).__name__} writes no update(memory, key, value, gates)")
+        raise PluginError(f"{type(self).__name__} writes no update(memory, key, value, gates)")
 
     def read(self, memory: Tensor, query: Tensor) -> Tensor:
         """`[B, Hkv, G, n, Dv]` from `query [B, Hkv, G, n, Dq]`, before scale; by default `q^T S`."""
         return query @ memory[:, :, None]
 
+    @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         wide = accumulation_dtype(query.dtype)
         k, v = key.to(wide), value.to(wide)
@@ -109,7 +112,7 @@ class RecurrentAttention(Attention):
                     pieces.append(self.read(memory, late))
                 if state is not None:
                     _, memory = scan(memory, last, new)
-                out = torch.cat(pieces, 3)
+                out = torch.cat(pieces, 3) if pieces else self.read(memory, q)
         scale = self.default_scale() if call.scale is None else float(call.scale)
         out = out.flatten(1, 2) if scale is None else out.flatten(1, 2) * scale
         following = None if state is None else RecurrentState(length=state.length + new, memory=memory)
@@ -166,6 +169,7 @@ class RecurrentAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> RecurrentState:
         """An empty memory, in float32 or better; constant in size, so `capacity` asks for nothing."""
+        check_room(batch, capacity)
         wide = accumulation_dtype(dtype or torch.get_default_dtype())
         shape = (batch, self.num_kv_heads, self.key_dim, self.value_dim)
         return RecurrentState(memory=torch.zeros(shape, device=device, dtype=wide))

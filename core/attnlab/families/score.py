@@ -14,6 +14,7 @@ from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.fused import fused_attention
 from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
+from attnlab.errors import PluginError
 from attnlab.interface import Attention
 from attnlab.state import CacheState, State
 
@@ -60,8 +61,10 @@ class ScoreAttention(Attention):
 
     family: ClassVar[str] = "score"
     capabilities: Capabilities = SCORE_CAPABILITIES
+    state_type: ClassVar[type[State]] = CacheState
     inner_product: bool = False
     tile_cost: int = 1
+    _bare_fused: bool = False
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class ScoreAttention(Attention):
         if self.inner_product:
             wide = torch.float64 if query.dtype == torch.float64 else torch.float32
             return query.to(wide) @ key.to(wide).transpose(-1, -2)
-        raise NotImplementedError(
+        raise PluginError(
             f"{type(self).__name__} writes no scores(query, key, *, query_positions, key_positions)"
         )
 

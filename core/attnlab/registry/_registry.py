@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab._entry_points import disabled, installed, normalised
+from attnlab.catalogue import forget_instances
 from attnlab.errors import AttnlabError, InvalidInput, RegistryFileError, UnknownVariant, nearest
 from attnlab.registry import trust
 from attnlab.registry.fields import CREATE_ARGUMENTS, NAME, NAME_RULE, Spot
@@ -167,6 +168,7 @@ class Registry:
         self._entries, self._row_problems = entries, problems
         self._classes.clear()
         self._failures.clear()
+        forget_instances()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -1,7 +1,5 @@
 """From a name to a module: what is imported when, and how each way of going wrong is told."""
 
-
-
 from __future__ import annotations
 
 import sys

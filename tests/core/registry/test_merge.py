@@ -1,7 +1,5 @@
 """One entry for each name out of all layers: clashes, replacing, presets, and what a broken row spoils."""
 
-
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The schema of a registry file: every fault names file, line, column, key path, what was expected and got."""
 
-
-
 from __future__ import annotations
 
 from pathlib import Path

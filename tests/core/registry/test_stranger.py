@@ -1,7 +1,5 @@
 """A stranger's package: built, installed, listed and run, then broken in each way a plugin can break."""
 
-
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """Cloning a repository never runs its code: path targets of found files wait for trust, by path and content."""
 
-
-
 from __future__ import annotations
 
 import json

@@ -1,0 +1,114 @@
+"""Parts of a visibility: slices of positions, ranks in segments, what joins past and new, shapes judged. Needs torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnlab.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from attnlab.visibility import Visibility
+
+
+def rows(positions: Tensor, start: int, stop: int) -> Tensor:
+    """`[1, 1, n]` or `[B, 1, n]` of positions `[L]` or `[B, L]`."""
+    part = positions[..., start:stop]
+    return part[None, None] if part.dim() == 1 else part[:, None]
+
+
+def slice_axis(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
+    return tensor if tensor.shape[axis] == 1 else tensor.narrow(axis, start, stop - start)
+
+
+def broadcast_rows(ids: Tensor, batch: int) -> Tensor:
+    return ids.expand(batch, -1) if ids.shape[0] == 1 else ids
+
+
+def past_ids(past_segments: Tensor | None, batch: int, past: int, device: torch.device) -> Tensor:
+    if past_segments is not None:
+        return past_segments
+    raise InvalidInput(
+        "segments: the state holds tokens without segments; start a new state for packed input"
+    )
+
+
+def with_past(
+    new: Tensor | None,
+    past_present: Tensor | None,
+    batch: int,
+    past: int,
+    new_length: int,
+    device: torch.device,
+) -> Tensor | None:
+    if not past or (new is None and past_present is None):
+        return new if not past else None
+    old = (
+        past_present if past_present is not None else torch.ones(batch, past, dtype=torch.bool, device=device)
+    )
+    fresh = new if new is not None else torch.ones(batch, new_length, dtype=torch.bool, device=device)
+    return torch.cat([old, fresh], 1)
+
+
+def ranks(ids: Tensor) -> Tensor:
+    """For each token the number of earlier tokens of its row with the same id; `[B, L]`, `O(L log L)`."""
+    order = torch.argsort(ids, dim=1, stable=True)
+    ordered = ids.gather(1, order)
+    first = torch.searchsorted(ordered.contiguous(), ordered.contiguous())  # start of each run of equal ids
+    rank = torch.arange(ids.shape[1], device=ids.device) - first
+    return torch.empty_like(rank).scatter_(1, order, rank)
+
+
+def count_of(pool: Tensor, ids: Tensor) -> Tensor:
+    """How many of `pool [B, n]` equal each of `ids [B, L]`; `[B, L]`."""
+    ordered = pool.sort(dim=1).values.contiguous()
+    wanted = ids.contiguous()
+    return torch.searchsorted(ordered, wanted, right=True) - torch.searchsorted(ordered, wanted)
+
+
+def check_shape(
+    subject: str, name: str, tensor: Tensor, shape: tuple[int, ...], words: str, device: torch.device
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise InvalidInput(f"{subject}: {name} must be {words} = {list(shape)}, got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise InvalidInput(
+            f"{subject}: {name} is on {tensor.device} and query on {device}; move it with .to(query.device)"
+        )
+
+
+def checked_allowed(mask: Tensor | None, v: Visibility, subject: str, stateful: bool) -> Tensor | None:
+    """The bool mask with four axes, after its shape and device were judged."""
+    if mask is None:
+        return None
+    full = [v.batch, v.num_heads, v.query_length, v.key_length]
+    got = list(mask.shape)
+    if mask.dim() == 3:
+        a, q, k = got
+        raise InvalidInput(
+            f"{subject}: mask must be [Lq, Lk] or broadcast to {full}, got {got}; if its first axis is the batch add a "
+            f"head axis (mask[:, None], [{a}, 1, {q}, {k}]), if it is the heads add a batch axis (mask[None], [1, {a}, {q}, {k}])"
+        )
+    if mask.dim() == 1:
+        raise InvalidInput(
+            f"{subject}: mask must be [Lq, Lk] or broadcast to {full}, got {got}; if it marks keys pass key_mask= ([B, Lk]), "
+            "if it marks queries pass mask=mask[None, None, :, None]"
+        )
+    if mask.dim() not in (2, 4):
+        raise InvalidInput(f"{subject}: mask must be [Lq, Lk] or broadcast to {full}, got {got}")
+    four = mask[None, None] if mask.dim() == 2 else mask
+    fits = all(have in (1, want) for have, want in zip(four.shape, full, strict=True))
+    if mask.dim() == 2 and got != full[2:]:
+        fits = False
+    if not fits:
+        extra = "; with a state the mask spans past and new keys" if stateful else ""
+        raise InvalidInput(
+            f"{subject}: mask must be [Lq, Lk] = {full[2:]} or broadcast to {full}, got {got}{extra}"
+        )
+    if mask.device != v.device:
+        raise InvalidInput(
+            f"{subject}: mask is on {mask.device} and query on {v.device}; move it with .to(query.device)"
+        )
+    return four

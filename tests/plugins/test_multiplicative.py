@@ -1,0 +1,122 @@
+"""Luong's four scores against numpy's double loop, and the traps of each: transposes, widths, lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from attnlab import InvalidInput, UnsupportedRequest, create
+
+CLOSE = {"atol": 1e-12, "rtol": 1e-11}  # float64, sums of a few dozen terms of order 1
+L = 5
+
+
+def score_of(kind: str, variant: Any, h: int, q: Any, k: Any, j: int) -> float:
+    """The score of one query and the key at position j, from the parameters by name."""
+    parameters = {n: p.numpy() for n, p in variant.state_dict().items()}
+    if kind == "dot":
+        return float(q @ k)
+    W_a = parameters["W_a"][h]
+    if kind == "general":
+        return float(q @ W_a @ k)
+    if kind == "concat":
+        return float(parameters["v_a"][h] @ numpy.tanh(W_a @ numpy.concatenate([q, k])))
+    return float((W_a @ q)[j])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["dot", "general", "concat", "location"])
+def test_each_score_is_the_formula_of_the_paper(make: Any, rows: Any, kind: str, causal: bool) -> None:
+    key_dim = 4 if kind == "dot" else 6
+    variant = create(
+        "multiplicative", score=kind, num_heads=2, num_kv_heads=1, head_dim=4, key_dim=key_dim, value_dim=3,
+        hidden_size=7, max_length=9,
+    ).double()  # fmt: skip
+    q, k, v = make(2, 2, L, 4), make(2, 1, L, key_dim), make(2, 1, L, 3)
+    got = variant(q, k, v, causal=causal, need_weights=True)
+    visible = numpy.tril(numpy.ones((L, L), dtype=bool)) if causal else numpy.ones((L, L), dtype=bool)
+    for b in range(2):
+        for h in range(2):
+            x, y = q[b, h].numpy(), k[b, 0].numpy()
+            scores = numpy.array(
+                [[score_of(kind, variant, h, x[i], y[j], j) for j in range(L)] for i in range(L)]
+            )
+            out, weights = rows(scores, v[b, 0].numpy(), visible)
+            torch.testing.assert_close(got.out[b, h], torch.from_numpy(out), **CLOSE)
+            torch.testing.assert_close(got.weights[b, h], torch.from_numpy(weights), **CLOSE)
+
+
+def test_a_transposed_matrix_gives_another_answer(make: Any) -> None:
+    variant = create("multiplicative", num_heads=1, head_dim=4).double()
+    q, k, v = make(1, 1, 3, 4), make(1, 1, 3, 4), make(1, 1, 3, 4)
+    right = variant(q, k, v).out
+    with torch.no_grad():
+        variant.W_a.copy_(variant.W_a.transpose(-1, -2).clone())
+    assert (variant(q, k, v).out - right).abs().max() > 1e-3
+    torch.testing.assert_close(variant(k, q, v, need_weights=True).weights.shape, torch.Size([1, 1, 3, 3]))
+
+
+def test_in_concat_the_query_comes_first(make: Any) -> None:
+    variant = create("multiplicative_concat", num_heads=1, head_dim=2, key_dim=3).double()
+    with torch.no_grad():
+        variant.W_a[..., :2] = 0  # what is multiplied with the query
+    k, v = make(1, 1, 4, 3), make(1, 1, 4, 3)
+    one, other = variant(make(1, 1, 4, 2), k, v).out, variant(make(1, 1, 4, 2), k, v).out
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["dot", "general", "concat"])
+def test_the_default_scale_is_one(make: Any, kind: str) -> None:
+    variant = create("multiplicative", score=kind, num_heads=1, head_dim=4).double()
+    x = make(1, 1, 3, 4)
+    assert torch.equal(variant(x, x, x).out, variant(x, x, x, scale=1.0).out)
+
+
+def test_dot_refuses_two_widths_and_names_both() -> None:
+    with pytest.raises(UnsupportedRequest, match=r"d_q=8 beside key width d_k=12.*one width"):
+        create("multiplicative_dot", num_heads=1, head_dim=8, key_dim=12)
+
+
+def test_location_refuses_lengths_that_differ_and_states() -> None:
+    variant = create("multiplicative_location", num_heads=1, head_dim=4)
+    x = torch.randn(1, 1, 5, 4)
+    with pytest.raises(
+        UnsupportedRequest, match=r"3 queries and 5 keys \(allowed: one length\): location scores"
+    ):
+        variant(x[:, :, :3], x, x)
+    with pytest.raises(UnsupportedRequest, match="state="):
+        variant(x, x, x, state=create("dot_product", num_heads=1, head_dim=4).init_state(1))
+
+
+def test_location_refuses_more_keys_than_it_has_rows_for_even_after_fewer() -> None:
+    variant = create("multiplicative_location", num_heads=1, head_dim=4, max_length=6)
+    short, longer = torch.randn(1, 1, 6, 4), torch.randn(1, 1, 7, 4)
+    variant(short, short, short), variant(short, short, short)
+    with pytest.raises(
+        UnsupportedRequest, match=r"7 keys \(allowed: up to max_length=6\): create it with a larger"
+    ):
+        variant(longer, longer, longer)
+
+
+def test_location_reads_the_row_of_the_keys_own_position_under_left_padding(make: Any) -> None:
+    variant = create("multiplicative_location", num_heads=1, head_dim=4, max_length=8).double()
+    x, present = make(1, 1, 4, 4), torch.tensor([[False, False, True, True]])
+    weights = variant(x, x, x, key_mask=present, need_weights=True).weights[0, 0]
+    logits = x[0, 0] @ variant.W_a[0].T
+    torch.testing.assert_close(weights[:, 2:], torch.softmax(logits[:, 2:4], -1), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"score": "generall"}, "score must be one of dot, general, concat, location, got 'generall'"),
+        ({"max_length": 0}, "max_length must be an int of 1 or more, got 0"),
+        ({"hidden_size": True}, "hidden_size must be an int of 1 or more, got True"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        create("multiplicative", num_heads=1, head_dim=4, **options)
