@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from attnlab import VariantUnavailable
 
+from attnlab import VariantUnavailable
 from attnlab_evaluations.budget import LEAST, TIMED, Budget
 from attnlab_evaluations.gate import judge
 
@@ -24,7 +24,9 @@ def test_a_variant_that_passes_may_be_measured(status):
 
 @pytest.mark.parametrize("status", ["failed", "error"])
 def test_a_failing_check_is_named_and_counts_once(status):
-    verdict = judge("a", lambda *_, **__: results(("ok", "passed"), ("leak", status), ("leak", status), ("rows", status)))
+    verdict = judge(
+        "a", lambda *_, **__: results(("ok", "passed"), ("leak", status), ("leak", status), ("rows", status))
+    )
     assert not verdict.may_be_measured
     assert (verdict.status, verdict.reason, verdict.message) == ("wrong", "leak and 1 more", "leak says")
 

@@ -69,7 +69,10 @@ def test_free_memory_is_a_sensible_number_of_bytes():
     ("error", "expected"),
     [
         (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried"),
+            True,
+        ),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError("out of memory"), False),

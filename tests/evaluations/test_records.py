@@ -83,8 +83,23 @@ def test_a_status_outside_the_six_words_is_refused_and_nothing_is_written(tmp_pa
     assert not (tmp_path / "r.jsonl").exists()
 
 
+def test_cells_that_were_over_budget_are_open_again_for_the_next_run(tmp_path):
+    path = tmp_path / "r.jsonl"
+    records = Records(path)
+    records.append("k1", "over budget", detail="~9 s")
+    assert "k1" in records  # but not twice in one run
+    again = Records(path)
+    assert "k1" not in again
+    again.append("k1", "ok", value=1)
+    assert Records(path).get("k1")["value"] == 1
+
+
 def test_numbers_that_are_not_finite_become_null():
-    assert clean({"a": float("nan"), "b": (1.0, float("inf")), "c": {2, 1}}) == {"a": None, "b": [1.0, None], "c": [1, 2]}
+    assert clean({"a": float("nan"), "b": (1.0, float("inf")), "c": {2, 1}}) == {
+        "a": None,
+        "b": [1.0, None],
+        "c": [1, 2],
+    }
 
 
 def test_keys_do_not_depend_on_the_order_of_their_parts():

@@ -48,6 +48,7 @@ QUIET = {
 RECORDS = [
     gate("dot_product"), gate("fast", known=["strides"]), gate("broken", "wrong", "causal_leak"), gate("mute"),
     timed("dot_product", 256, 1e-3, ratio(1.0)), timed("dot_product", 512, 4e-3, ratio(1.0)),
+    timed("dot_product", 1024, 16e-3, ratio(1.0)), timed("fast", 1024, 2e-3, ratio(0.125, 0.12, 0.13)),
     timed("fast", 256, 5e-4, ratio(0.5, 0.48, 0.52)), timed("fast", 512, 1e-3, ratio(0.25, 0.24, 0.26)),
     other("fast", 256, "forward_backward", "over budget", "~9 s"), other("fast", 256, "error", worst=1.25e-7),
     other("fast", 256, "memory_forward", bytes=3 * 2**20),
@@ -61,7 +62,6 @@ NAMES = ["dot_product", "fast", "broken", "mute"]
 
 def built():
     return rows.build(RECORDS, NAMES), rows.null_control(RECORDS)
-
 
 
 def test_the_markdown_table_holds_numbers_words_and_reasons():
@@ -116,7 +116,9 @@ def test_rows_are_data_that_json_takes():
 
 
 def test_a_row_without_optional_fields_renders():
-    made = rows.build([{"workload": "w", "variant": "a", "coordinates": {}, "metric": "error", "status": "ok"}], ["a"])
+    made = rows.build(
+        [{"workload": "w", "variant": "a", "coordinates": {}, "metric": "error", "status": "ok"}], ["a"]
+    )
     assert "not finite" in tables.markdown(made, Null({}, None))
 
 
@@ -141,7 +143,8 @@ def test_without_a_null_control_nothing_is_claimed():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "said"), [(0.5, 0.9, "faster"), (0.9, 0.99, "same"), (0.97, 1.2, "same"), (1.06, 1.1, "slower")]
+    ("low", "high", "said"),
+    [(0.5, 0.9, "faster"), (0.9, 0.99, "same"), (0.97, 1.2, "same"), (1.06, 1.1, "slower")],
 )
 def test_a_win_must_clear_the_null_controls_floor(low, high, said):
     record = timed("a", 256, 1.0, ratio((low + high) / 2, low, high))
@@ -156,13 +159,16 @@ def test_untrained_variants_are_marked_where_weights_matter():
 
 
 def test_a_value_of_zero_is_a_number_and_not_a_gap():
-    made = rows.build([other("a", 256, "error", worst=0.0), other("a", 256, "memory_forward", bytes=0)], ["a"])
+    made = rows.build(
+        [other("a", 256, "error", worst=0.0), other("a", 256, "memory_forward", bytes=0)], ["a"]
+    )
     assert tables._error(made[0]) == "0.0e+00"
     assert tables._extra(made[0], "forward") == "0.0"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(1.234e-6, "0.00123"), (0.0123, "12.3"), (0.9994, "999"), (1.2345, "1234"), (12.3, "12300")]
+    ("seconds", "text"),
+    [(1.234e-6, "0.00123"), (0.0123, "12.3"), (0.9994, "999"), (1.2345, "1234"), (12.3, "12300")],
 )
 def test_milliseconds_have_three_digits(seconds, text):
     assert tables.milliseconds(seconds) == text

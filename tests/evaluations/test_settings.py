@@ -5,10 +5,10 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-import attnlab
 import pytest
-from attnlab import InvalidInput, UnknownVariant
 
+import attnlab
+from attnlab import InvalidInput, UnknownVariant
 from attnlab_evaluations import settings
 
 pytestmark = pytest.mark.no_torch
@@ -53,7 +53,11 @@ def test_patterns_and_names_combine_and_the_reference_comes_along():
 @pytest.mark.parametrize(
     ("words", "error", "says"),
     [
-        (["--variants", "aditive"], UnknownVariant, "no variant is called 'aditive'; did you mean 'additive'"),
+        (
+            ["--variants", "aditive"],
+            UnknownVariant,
+            "no variant is called 'aditive'; did you mean 'additive'",
+        ),
         (["--variants", " , "], InvalidInput, "--variants: expected names separated by commas"),
         (["--workloads", "swep"], InvalidInput, "no workload is called 'swep'; did you mean 'sweep'"),
         (["--budget", "soon"], InvalidInput, "--budget: expected a number of 1 or more, got 'soon'"),
@@ -91,7 +95,9 @@ def test_resume_without_a_folder_takes_the_newest_run():
 
 
 def test_the_command_to_resume_says_everything_again():
-    found = settled("--variants", "flash", "--seed", "7", "--lengths", "64,32", "--out", "my run", "--threads", "2")
+    found = settled(
+        "--variants", "flash", "--seed", "7", "--lengths", "64,32", "--out", "my run", "--threads", "2"
+    )
     assert found.resume_command() == (
         "attnlab compare --out 'my run' --resume --variants dot_product,flash --workloads minilm,sweep --seed 7 "
         "--lengths 32,64 --budget 200 --threads 2"

@@ -26,9 +26,7 @@ class Usage(NamedTuple):
 
 @pytest.fixture
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "setup_environment", ROOT / ".ci" / "setup_environment.py"
-    )
+    spec = importlib.util.spec_from_file_location("setup_environment", ROOT / ".ci" / "setup_environment.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

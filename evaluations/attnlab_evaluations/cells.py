@@ -1,0 +1,257 @@
+"""The cells of one problem: every metric of every variant, one durable record each. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attnlab import AttnlabError
+from attnlab_evaluations import memory
+from attnlab_evaluations.accuracy import worst_error
+from attnlab_evaluations.budget import Budget
+from attnlab_evaluations.estimates import Estimates, operations
+from attnlab_evaluations.gate import Verdict
+from attnlab_evaluations.identity import Identity
+from attnlab_evaluations.problems import Calls, Problem, prepare
+from attnlab_evaluations.progress import Progress
+from attnlab_evaluations.records import OVER, Records
+from attnlab_evaluations.rows import NULL, PHASES
+from attnlab_evaluations.settings import REFERENCE
+from attnlab_evaluations.timing import Measurement, measure, paired_ratio, summarise
+
+ONE_CALL = 0.02
+"""The share of the time left that a single call may take for an error, memory or model cell."""
+
+
+@dataclass
+class Cells:
+    """Measures one workload's problems for all variants that passed the gate."""
+
+    workload: str
+    identity: Identity
+    records: Records
+    verdicts: Mapping[str, Verdict]
+    metrics: Sequence[Any]
+    seed: int
+    device: str
+    estimates: Estimates
+    budget: Budget
+    keys: list[str] = field(default_factory=list)
+    _untrained: set[str] = field(default_factory=set)
+
+    def run(self, problem: Problem, progress: Progress) -> None:
+        """Every missing cell of `problem`."""
+        place = ", ".join(f"{k} {v}" for k, v in problem.coordinates.items())
+        names = [n for n, v in self.verdicts.items() if v.status == "ok"]
+        for name in self.verdicts:
+            if name not in names:  # its row exists and says why; nothing is measured
+                verdict = self.verdicts[name]
+                self._put(problem, name, "error", verdict.status, detail=verdict.reason)
+        wanted = ["error", *PHASES, *(f"memory_{p}" for p in PHASES), *(["moves"] if problem.moves else [])]
+        wanted += [m.name for m in self.metrics]
+        if self._all_done(problem, names, wanted):
+            for phase in PHASES:
+                self.budget.skip(self._group(problem, phase))
+            return
+        progress.say(f"{self.workload}: {place}: inputs")
+        parts = problem.build()
+        calls = {n: prepare(n, parts, seed=self.seed, random_gates=problem.random_gates) for n in names}
+        for name, found in calls.items():
+            if found.refusal is not None:
+                for metric in wanted:
+                    self._put(problem, name, metric, "unsupported", detail=found.refusal)
+        able = {n: c for n, c in calls.items() if c.refusal is None}
+        if problem.moves is not None:  # where weights would matter, say that they are only seeded
+            self._untrained = {n for n, c in able.items() if c.learned}
+        for phase in PHASES:
+            progress.say(f"{self.workload}: {place}: {phase.replace('_', '+')} time")
+            self._time(problem, phase, able)
+            for name, found in able.items():
+                progress.say(f"{self.workload}: {place}: {name}: memory and error")
+                self._memory(problem, phase, name, found)
+                if phase == "forward":
+                    self._simple(problem, name, found, "error", lambda c=found: {"worst": worst_error(c)})
+        for name, found in able.items():
+            for metric in self.metrics:
+                self._simple(problem, name, found, metric.name, lambda c=found, m=metric: m.measure(c))
+            if problem.moves is not None:
+                progress.say(f"{self.workload}: {place}: {name} in every layer")
+                self._simple(problem, name, found, "moves", lambda c=found: problem.moves(c.instances))  # type: ignore[misc]
+
+    # -- bookkeeping
+
+    def _group(self, problem: Problem, phase: str) -> tuple[str, str, str]:
+        return (self.workload, str(problem.coordinates), phase)
+
+    def _key(self, problem: Problem, name: str, metric: str) -> str:
+        key = self.identity.key(name, problem.coordinates, metric)
+        if key not in self.keys:
+            self.keys.append(key)
+        return key
+
+    def _get(self, problem: Problem, name: str, metric: str) -> dict[str, Any] | None:
+        return self.records.get(self._key(problem, name, metric))
+
+    def _put(
+        self, problem: Problem, name: str, metric: str, status: str, detail: str = "", **fields: Any
+    ) -> None:
+        key = self._key(problem, name, metric)
+        if key not in self.records:
+            self.records.append(
+                key,
+                status,
+                workload=self.workload,
+                variant=name,
+                coordinates=problem.coordinates,
+                metric=metric,
+                seed=self.seed,
+                detail=detail,
+                untrained=name in self._untrained,
+                **fields,
+            )
+
+    def _all_done(self, problem: Problem, names: Sequence[str], wanted: Sequence[str]) -> bool:
+        cells = [(n, m) for n in names for m in wanted]
+        cells += [(NULL, p) for p in PHASES if REFERENCE in names]
+        found = [self._get(problem, name, metric) for name, metric in cells]
+        for (name, metric), record in zip(cells, found, strict=True):
+            if record is not None:
+                self.estimates.learn(problem, name, metric, record)
+        return all(found)
+
+    # -- metrics
+
+    def _simple(
+        self, problem: Problem, name: str, calls: Calls, metric: str, work: Callable[[], dict[str, Any]]
+    ) -> None:
+        """A metric that is one computation; not tried where one forward already did not fit."""
+        if self._get(problem, name, metric) is not None:
+            return
+        if self._too_much(problem, name, "forward", metric):
+            return
+        try:
+            value = work()
+        except Exception as error:
+            self._put(problem, name, metric, *_fault(error))
+            return
+        self._put(
+            problem, name, metric, "not trained" if calls.learned and metric == "moves" else "ok", value=value
+        )
+
+    def _memory(self, problem: Problem, phase: str, name: str, calls: Calls) -> None:
+        metric = f"memory_{phase}"
+        if self._get(problem, name, metric) is not None or self._too_much(problem, name, phase, metric):
+            return
+        try:
+            extra = memory.peak_extra_bytes(getattr(calls, phase), self.device)
+        except Exception as error:
+            self._put(problem, name, metric, *_fault(error))
+            return
+        finally:
+            calls.free()
+        self._put(problem, name, metric, "ok", value={"bytes": extra})
+        self.estimates.learn(problem, name, metric, {"status": "ok", "value": {"bytes": extra}})
+
+    def _too_much(self, problem: Problem, name: str, phase: str, metric: str) -> bool:
+        """Whether a single call would fail or take too long, as the phase's timing showed; recorded then."""
+        if self.budget.left <= 0:
+            self._put(problem, name, metric, OVER, detail="no time left")
+            return True
+        timed = self._get(problem, name, phase)
+        if timed is None or timed["status"] == "ok":
+            return False
+        if timed["status"] == OVER and timed.get("expected", 0.0) <= ONE_CALL * self.budget.left:
+            return False
+        self._put(problem, name, metric, timed["status"], detail=timed.get("detail", ""))
+        return True
+
+    def _time(self, problem: Problem, phase: str, able: Mapping[str, Calls]) -> None:
+        seconds = self.budget.take(self._group(problem, phase))
+        missing = [n for n in able if self._get(problem, n, phase) is None]
+        null_wanted = REFERENCE in able and self._get(problem, NULL, phase) is None
+        for name in list(missing):
+            reason = self.estimates.refusal(problem, phase, name, able[name])
+            if reason:
+                self._put(problem, name, phase, *reason)
+                missing.remove(name)
+        if not missing and not null_wanted:
+            return
+        reference = REFERENCE if REFERENCE in able else missing[0]
+        names = list(dict.fromkeys([reference, *missing]))
+        timed: dict[str, Callable[[], object]] = {n: getattr(able[n], phase) for n in names}
+        always = [reference]
+        if reference == REFERENCE:
+            # the same mathematics under another name, with an instance of its own
+            twin = prepare(
+                REFERENCE, able[REFERENCE].parts, seed=self.seed, random_gates=problem.random_gates
+            )
+            timed[NULL] = getattr(twin, phase)
+            always.append(NULL)
+        expected = {n: self.estimates.seconds(problem, phase, n, able.get(n)) for n in timed}
+        if NULL in timed:
+            expected[NULL] = expected[reference]
+        found = measure(
+            timed,
+            reference=reference,
+            always=always,
+            budget=seconds,
+            seed=self.seed,
+            expected=expected,
+            synchronize=torch.cuda.synchronize if self.device.startswith("cuda") else lambda: None,
+        )
+        for name in (*missing, *([NULL] if null_wanted else [])):
+            self._record_time(problem, phase, name, found, reference, able.get(name))
+        for calls in able.values():
+            calls.free()
+
+    def _record_time(
+        self, problem: Problem, phase: str, name: str, found: Measurement, reference: str, calls: Calls | None
+    ) -> None:
+        if name in found.failed:
+            self._put(problem, name, phase, *_fault(found.failed[name]))
+            return
+        samples, against = found.samples.get(name), found.samples.get(reference)
+        if not samples or not against:
+            took = found.over_budget.get(name, 0.0)
+            fits = not took or self.budget.left <= 0
+            if name in found.warm:  # the next length then need not try
+                warm = {"status": "ok", "value": {"median": found.warm[name]}}
+                self.estimates.learn(problem, name, phase, warm)
+            detail = "no time left" if fits else f"~{took:.2g} s"
+            self._put(problem, name, phase, OVER, detail=detail, expected=took)
+            return
+        summary = summarise(samples, seed=self.seed)
+        value: dict[str, Any] = {
+            **vars(summary.interval),
+            "spread": summary.spread,
+            "rounds": summary.rounds,
+            "noisy": summary.noisy,
+            "ratio": vars(paired_ratio(samples, against, seed=self.seed)) if reference == REFERENCE else None,
+        }
+        cost = operations(calls, phase) if calls is not None else None
+        if cost is not None:
+            value["gflops"] = cost[0] / summary.interval.median / 1e9
+        self._put(
+            problem,
+            name,
+            phase,
+            "ok",
+            value=value,
+            samples=samples,
+            reference_samples=against,
+            reference=reference,
+            stopped=found.stopped,
+        )
+        self.estimates.learn(problem, name, phase, {"status": "ok", "value": value})
+
+
+def _fault(error: Exception) -> tuple[str, str]:
+    """The status word and reason of a cell whose computation raised."""
+    if memory.is_out_of_memory(error):
+        return "out of memory", str(error).splitlines()[0]
+    if isinstance(error, AttnlabError):
+        return "unsupported", str(error)
+    return "wrong", f"{type(error).__name__}: {error}"

@@ -1,0 +1,47 @@
+"""The gate before any number: a variant that fails its conformance checks gets "wrong: <check>" instead.
+
+Needs torch through `attnlab.run_checks`, which a caller may replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnlab import AttnlabError
+
+FAILING = ("failed", "error")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`status` is a table's status word; `reason` says which check failed, `known` which are known to fail.
+
+    `checks` counts what ran; `message` is the first failing check's own.
+    """
+
+    status: str
+    reason: str = ""
+    known: tuple[str, ...] = ()
+    checks: int = 0
+    message: str = ""
+
+    @property
+    def may_be_measured(self) -> bool:
+        return self.status == "ok"
+
+
+def judge(name: str, run_checks: Callable[..., Sequence[Any]], *, device: str = "cpu") -> Verdict:
+    """Run `name`'s quick checks and sum them up. An error of attnlab's own means it cannot be had at all."""
+    try:
+        results = list(run_checks(name, quick=True, device=device))
+    except AttnlabError as error:
+        return Verdict("unsupported", str(error))
+    known = tuple(dict.fromkeys(r.check for r in results if r.status == "known failure"))
+    bad = [r for r in results if r.status in FAILING]
+    if bad:
+        names = list(dict.fromkeys(r.check for r in bad))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return Verdict("wrong", names[0] + more, known, len(results), bad[0].message)
+    return Verdict("ok", "", known, len(results))

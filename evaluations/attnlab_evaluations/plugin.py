@@ -1,0 +1,43 @@
+"""The harness's entry for attnlab's plugin manager: the command `compare` and its workloads.
+
+Imported when commands are looked up, so it imports no torch; running the command does.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from attnlab import hookimpl
+from attnlab.hooks import Command, plugin_manager
+from attnlab_evaluations import settings, workloads
+
+
+@hookimpl
+def attnlab_commands() -> list[Command]:
+    return [
+        Command(
+            name="compare",
+            help="compare variants: correctness, error, time, memory, scaling, effect on a real model",
+            configure=settings.configure,
+            run=_run,
+        )
+    ]
+
+
+@hookimpl
+def attnlab_workloads() -> list[Any]:
+    return workloads.builtin()
+
+
+def _run(args: Namespace) -> int:
+    if args.targets:
+        from attnlab_evaluations.targets import run_targets
+
+        return run_targets(args)
+    offered = {w.name: w for w in plugin_manager().gather("attnlab_workloads")}
+    chosen = settings.settle(args, list(offered))
+    from attnlab_evaluations.compare import run_compare
+
+    metrics = plugin_manager().gather("attnlab_metrics")
+    return run_compare(chosen, [offered[name] for name in chosen.workloads], metrics)
