@@ -19,7 +19,7 @@ from attnlab.errors import nearest
 REFERENCE = "dot_product"
 RUNS = Path("attnlab-runs")
 LENGTHS = (256, 512, 1024, 2048, 4096)
-BUDGET = 200.0
+BUDGET = 220.0
 EXAMPLES = """\
 examples:
   attnlab compare                                         every variant that is not a preset, both workloads
