@@ -25,7 +25,10 @@ class Announcement:
 
 
 def announcements(group: str) -> tuple[list[Announcement], list[str]]:
-    """The entry points of `group`, in the order of `sys.path`, and a sentence for each unreadable package."""
+    """The entry points of `group` by distribution, and a sentence for each unreadable package.
+
+    Sorted, so that nothing depends on the order of `sys.path`.
+    """
     problems: list[str] = []
     try:
         found = list(importlib.metadata.entry_points(group=group))
@@ -42,7 +45,7 @@ def announcements(group: str) -> tuple[list[Announcement], list[str]]:
         owner, version = _identity(point)
         made = Announcement(point.name, point.value, owner, version, point)
         unique.setdefault((normalised(owner), point.name, point.value), made)
-    return list(unique.values()), problems
+    return sorted(unique.values(), key=lambda a: (normalised(a.owner), a.name, a.value)), problems
 
 
 def disabled(environ: Mapping[str, str] | None = None) -> frozenset[str]:

@@ -100,7 +100,7 @@ def test_the_command_to_resume_says_everything_again():
     )
     assert found.resume_command() == (
         "attnlab compare --out 'my run' --resume --variants dot_product,flash --workloads minilm,sweep --seed 7 "
-        "--lengths 32,64 --budget 200 --threads 2"
+        "--lengths 32,64 --budget 220 --threads 2"
     )
 
 
