@@ -31,10 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without torch, only files that hold tests marked `no_torch` are imported."""
-    if HAS_TORCH or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    """Without torch, only files that hold tests marked `no_torch` are imported, and folders that hold such files."""
+    if HAS_TORCH:
         return None
-    return True if "no_torch" not in collection_path.read_text(encoding="utf-8") else None
+    if collection_path.is_dir():
+        files = list(collection_path.rglob("test_*.py"))
+    elif collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        files = [collection_path]
+    else:
+        return None
+    return None if any("mark.no_torch" in f.read_text(encoding="utf-8") for f in files) else True
 
 
 def pytest_report_header() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -375,3 +377,12 @@ def test_a_custom_score_is_served_by_its_own_attend_when_repeated() -> None:
     first, again = variant(q, k, v).out, variant(q, k, v).out
     assert torch.equal(first, again)
     assert torch.equal(first, attend(-q, k, v).out)
+
+
+def test_calling_a_variant_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, torch, attnlab; x = torch.ones(1, 1, 2, 4); attnlab.attention(x, x, x); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or "torch._dynamo was imported: 1.3 s at first use"
