@@ -15,6 +15,10 @@ API_VERSION = 1
 
 # public name -> module that holds it
 _HOMES = {
+    "State": "attnlab.state",
+    "RecurrentState": "attnlab.state",
+    "LinearState": "attnlab.state",
+    "CacheState": "attnlab.state",
     "Attention": "attnlab.interface",
     "AttentionMask": "attnlab.mask",
     "AttentionOutput": "attnlab.call",
@@ -53,20 +57,24 @@ __all__ = [
     "AttentionMask",
     "AttentionOutput",
     "AttnlabError",
+    "CacheState",
     "Call",
     "Capabilities",
     "FeatureMapAttention",
     "GateSpec",
     "InvalidInput",
     "KnownFailure",
+    "LinearState",
     "MultiHeadAttention",
     "PluginError",
     "Reason",
     "RecurrentAttention",
+    "RecurrentState",
     "Registry",
     "RegistryFileError",
     "Request",
     "ScoreAttention",
+    "State",
     "UnknownVariant",
     "UnsupportedRequest",
     "VariantUnavailable",
@@ -106,6 +114,7 @@ if TYPE_CHECKING:
     from attnlab.modules import MultiHeadAttention
     from attnlab.registry import Registry
     from attnlab.request import Request
+    from attnlab.state import CacheState, LinearState, RecurrentState, State
     from attnlab.visibility import Visibility
 
 

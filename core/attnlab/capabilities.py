@@ -104,6 +104,14 @@ class GateSpec:
     range: Literal["(0,1)", "<=0"]
     absent: float = 0.0
 
+    def __post_init__(self) -> None:
+        for word, value, known in (
+            ("shape", self.shape, ("[B,Hkv,Lk]", "[B,Hkv,Lk,Dk]")),
+            ("range", self.range, ("(0,1)", "<=0")),
+        ):
+            if value not in known:
+                raise PluginError(f"GateSpec: {word} must be one of {' or '.join(known)}, got {value!r}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:

@@ -288,6 +288,7 @@ class Attention(nn.Module):
             or key.requires_grad
             or value.requires_grad
             or (bool(self._parameters or self._modules) and any(p.requires_grad for p in self.parameters()))
+            or (not bare and _any_trained(bias, sinks, gates))
         )
         if recording:
             bits |= BITS.backward
@@ -402,3 +403,9 @@ ARGUMENTS = frozenset(
     n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY
 )
 """The keyword arguments of `Attention.forward`."""
+
+
+def _any_trained(bias: Any, sinks: Any, gates: Any) -> bool:
+    """Whether gradients are wanted for anything that joins the call beside query, key and value."""
+    extra = gates.values() if isinstance(gates, Mapping) else ()
+    return any(isinstance(t, Tensor) and t.requires_grad for t in (bias, sinks, *extra))

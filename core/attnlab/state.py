@@ -276,3 +276,7 @@ class RecurrentState(State):
     ) -> None:
         super().check(subject, batch, kv_heads, key_dim, value_dim, new, key)
         _check_memory(subject, self.memory, kv_heads, value_dim, key)
+        if self.memory.shape[2] != key_dim:
+            raise InvalidInput(
+                f"{subject}: the state was made for key width {self.memory.shape[2]} and the call has {key_dim}"
+            )

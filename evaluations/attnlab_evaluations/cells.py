@@ -57,7 +57,17 @@ class Cells:
                 self.budget.skip(self._group(problem, phase))
             return
         progress.say(f"{self.workload}: {place}: inputs")
-        parts = problem.build()
+        try:
+            parts = problem.build()
+        except Exception as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            for name in names:
+                for metric in wanted:
+                    self._put(problem, name, metric, *_fault(error))
+            for phase in PHASES:
+                self.budget.skip(self._group(problem, phase))
+            return
         calls = {n: prepare(n, parts, seed=self.seed, random_gates=problem.random_gates) for n in names}
         for name, found in calls.items():
             if found.refusal is not None:

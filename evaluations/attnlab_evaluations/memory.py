@@ -62,9 +62,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory ran out, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and (
-        "not enough memory" in str(error) or "out of memory" in str(error)
-    )
+    words = ("not enough memory", "out of memory", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(w in str(error) for w in words)
 
 
 def free_bytes(device: str = "cpu") -> int | None:

@@ -37,9 +37,11 @@ def clean(value: Any) -> Any:
         return [clean(v) for v in items]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, str):  # a path that is not UTF-8 holds what JSON cannot; it stays readable
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if value is None or isinstance(value, (bool, int)):
         return value
-    return str(value)
+    return clean(str(value))
 
 
 class Records:

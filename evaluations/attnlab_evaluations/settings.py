@@ -121,11 +121,9 @@ def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None
                 f"--workloads: no workload is called {name!r}; {nearest(name, known_workloads)}"
             )
     resume = bool(args.resume)
-    out = Path(args.out) if args.out is not None else None
+    out = folder(args.out)
     if out is None:
         out = newest_run() if resume else RUNS / (now or datetime.now()).strftime("%Y-%m-%d-%H%M%S")
-    if out.exists() and not out.is_dir():
-        raise InvalidInput(f"--out: expected a folder, got the file {out}; choose another name")
     if not resume and (out / "results.jsonl").exists():
         raise InvalidInput(
             f"--out: {out} already holds a run; add --resume to go on with it, or choose another folder"
@@ -139,13 +137,27 @@ def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None
         workloads=tuple(dict.fromkeys(workloads)),
         out=out,
         budget=number("--budget", args.budget, float, 1),
-        seed=number("--seed", args.seed, int, 0),
+        seed=number("--seed", args.seed, int, 0, 2**32 - 1),
         threads=None if args.threads is None else number("--threads", args.threads, int, 1),
-        lengths=tuple(sorted({number("--lengths", n, int, 1) for n in _words("--lengths", args.lengths)})),
+        lengths=tuple(
+            sorted({number("--lengths", n, int, 1, 2**31 - 1) for n in _words("--lengths", args.lengths)})
+        ),
         device=args.device,
         form=args.form,
         resume=resume,
     )
+
+
+def folder(asked: str | None) -> Path | None:
+    """The folder that `--out` names; `InvalidInput` where it cannot be one."""
+    if asked is None:
+        return None
+    if not asked.strip():
+        raise InvalidInput("--out: expected a folder, got an empty name; leave --out out for the default")
+    out = Path(asked)
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"--out: expected a folder, got the file {out}; choose another name")
+    return out
 
 
 def select(asked: str | None) -> list[str]:
@@ -174,16 +186,17 @@ def newest_run() -> Path:
     return runs[-1]
 
 
-def number(option: str, text: str, kind: Any, least: int) -> Any:
-    """`text` as an int or float of at least `least`; `InvalidInput` says what was expected."""
+def number(option: str, text: str, kind: Any, least: int, most: int | None = None) -> Any:
+    """`text` as an int or float of at least `least`, at most `most`; `InvalidInput` says what was expected."""
     what = "a whole number" if kind is int else "a number"
     try:
         value = kind(text)
-        good = least <= value < float("inf")
     except ValueError:
-        good = False
-    if not good:
+        value = least - 1
+    if not least <= value < float("inf"):
         raise InvalidInput(f"{option}: expected {what} of {least} or more, got {text!r}")
+    if most is not None and value > most:
+        raise InvalidInput(f"{option}: expected {what} of at most {most}, got {text!r}")
     return value
 
 

@@ -16,12 +16,12 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
 import attnlab
+from attnlab import InvalidInput
 from attnlab_evaluations import peers, provenance, records, settings
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.timing import Interval, bootstrap_median, exponent, measure, paired_ratio
@@ -57,16 +57,31 @@ def run_targets(args: Namespace) -> int:
     """Measure every target, print the table, write `targets.json` and `targets.md`. Returns 0, or 1 for a miss."""
     budget = settings.number("--budget", args.budget, float, 1)
     threads = None if args.threads is None else settings.number("--threads", args.threads, int, 1)
-    out = Path(args.out) if args.out is not None else None
+    useless = [f"--{word}" for word in ("variants", "workloads", "resume") if getattr(args, word, None)]
+    if useless:
+        raise InvalidInput(f"--targets: {' and '.join(useless)} has no use with it; leave it out")
+    out = settings.folder(args.out)
+    made = None  # a folder of this call's own making, which an interruption takes away again
+    if out is not None:
+        try:
+            if not out.exists():
+                out.mkdir(parents=True)
+                made = out
+        except OSError as error:
+            raise InvalidInput(
+                f"--out: cannot make the folder {out}: {error.strerror}; choose another"
+            ) from None
     progress = Progress()
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        found = measure_targets(budget, settings.number("--seed", args.seed, int, 0), progress.say)
+        found = measure_targets(budget, settings.number("--seed", args.seed, int, 0, 2**32 - 1), progress.say)
         facts = provenance.collect(torch.get_num_threads())
     except KeyboardInterrupt:
         progress.done()
+        if made is not None:
+            made.rmdir()
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     finally:
@@ -74,7 +89,6 @@ def run_targets(args: Namespace) -> int:
         torch.set_num_threads(before)
     data = {"targets": [{**asdict(t), "verdict": t.verdict} for t in found], "provenance": facts}
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         records.write_text(out / "targets.json", json.dumps(records.clean(data), indent=1) + "\n")
         records.write_text(out / "targets.md", render(found, "github") + "\n")
     print(json.dumps(records.clean(data), indent=1) if args.form == "json" else render(found, "simple"))

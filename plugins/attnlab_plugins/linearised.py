@@ -20,7 +20,7 @@ class LinearisedAttention(FeatureMapAttention):
     - `"elu"`: `elu(x) + 1` (their eq. 7), computed as `max(x, 0) + exp(min(x, 0))`, which does not cancel below 0.
     - `"relu"`: `max(x, 0)`.  `"squared_relu"`: `max(x, 0)^2`.
     - `"exp"`: `exp(x)`, for the query divided by its row's largest feature, which cancels in the quotient, and 0 below 10^-28
-      (in float32); for the key held to `exp(60)`, so that sums of features stay finite in float32.
+      (in float32); for the key held to `exp(60)` (float64: `exp(600)`), so that sums of features stay finite.
 
     A query whose kernel values sum to 0 or nearly underflow (below 10^-33 in float32: possible under relu, and where features of
     elu or exp underflow) gets 0. Parameter-free.
@@ -68,7 +68,7 @@ class LinearisedAttention(FeatureMapAttention):
             features = torch.exp(x - x.detach().amax(-1, keepdim=True))
             # Where a feature nearly underflows its derivative is 0 times a number that may overflow: 0 from the start.
             return features.masked_fill(features < torch.finfo(x.dtype).tiny ** 0.75, 0)
-        return torch.exp(x.clamp(max=60.0))
+        return torch.exp(x.clamp(max=600.0 if x.dtype == torch.float64 else 60.0))
 
     def num_features(self) -> int:
         return self.key_dim

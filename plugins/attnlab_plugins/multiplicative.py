@@ -70,7 +70,12 @@ class MultiplicativeAttention(ScoreAttention):
             self.tile_cost = hidden
         else:
             why = "location scores source positions by W_a, whose rows one length fixes"
-            self.narrow(cross_lengths=why, state=why, position_free=why)
+            self.narrow(
+                cross_lengths=why,
+                state=why,
+                position_free=why,
+                linear_memory="a score for each of max_length positions is made at once",
+            )
             self.W_a = nn.Parameter(torch.empty(num_heads, max_length, self.head_dim))
         self.reset_parameters()
 

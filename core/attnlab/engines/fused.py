@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnlab.engines.tiled import PLAIN_ELEMENTS
+
 if TYPE_CHECKING:
     from attnlab.call import Call
 
@@ -34,6 +36,10 @@ def fused_attention(
         or call.dropout_p
     ):
         return None
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    trained = call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled()
+    if query.device.type == "cpu" and pairs > PLAIN_ELEMENTS and (value.shape[3] != key.shape[3] or trained):
+        return None  # torch would fall back to the plain formula, which forms every pair; tiles do not
     if scale is not None and scale <= 0:
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
         query, scale = query * scale, 1.0

@@ -122,11 +122,13 @@ class _Job:
             s = s * how.scale
         if how.softcap is not None:
             s = how.softcap * torch.tanh(s / how.softcap)
+        visible = seen.tile(q0, q1, k0, k1)
         if how.score_mod is not None:
+            # What a hidden pair scores must not matter, nor what score_mod's derivative is there.
+            s = s if visible is None else s.masked_fill(~visible, 0)
             s = _modified(how.score_mod, s, seen.indices(q0, q1, k0, k1))
         if how.bias is not None:
             s = s + _part(_part(how.bias, 2, q0, q1), 3, k0, k1).to(self.dtype)
-        visible = seen.tile(q0, q1, k0, k1)
         return s if visible is None else s.masked_fill(~visible, -torch.inf)
 
     def plain(self, need_weights: bool) -> Result:
@@ -188,6 +190,8 @@ class _Job:
                 preserve_rng_state=self.how.dropout_p > 0,
             )
             n, z = n + tile_n, z + tile_z
+        if not tiles:  # nobody sees anything: zeros that stay in the graph
+            n = n + (self.query[..., :0].sum() + self.key[..., :0].sum() + self.value[..., :0].sum())
         return self._finish(n, self._sum_with_sinks(z, top), top, alive)
 
     def _sums(self, q0: int, q1: int, k0: int, k1: int, m: Tensor) -> tuple[Tensor, Tensor]:

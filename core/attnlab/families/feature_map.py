@@ -58,9 +58,9 @@ class FeatureMapAttention(Attention):
     def num_features(self) -> int:
         """P, by asking the map for no tokens; override where that is costly."""
         weight = next(self.parameters(), None)
-        nothing = torch.empty(
-            1, self.num_kv_heads, 0, self.key_dim, device=None if weight is None else weight.device
-        )
+        nothing = torch.empty(1, self.num_kv_heads, 0, self.key_dim)
+        if weight is not None:
+            nothing = nothing.to(weight.device, accumulation_dtype(weight.dtype))
         return int(
             self.feature_map(nothing, role="key", positions=torch.arange(0, device=nothing.device)).shape[-1]
         )
@@ -99,9 +99,9 @@ class FeatureMapAttention(Attention):
                 out = causal_linear(q, moved_k, moved_v, kv0, z0, normalise=self.normalise)
                 if state is not None:
                     kv, z = _added(kv, z, k, v)
-        if call.scale is not None or not self.normalise:
-            scale = self.default_scale() if call.scale is None else float(call.scale)
-            out = out if scale is None else out * scale
+        scale = self.default_scale() if call.scale is None else float(call.scale)
+        if scale is not None:
+            out = out * scale
         following = None
         if state is not None:
             assert kv is not None
@@ -111,7 +111,8 @@ class FeatureMapAttention(Attention):
         if call.need_weights:
             q = self._query_features(query, seen, 0, query.shape[2]) if q is None else q
             k = self._features(key, value, seen, 0, new)[0] if k is None else k
-            weights = self._weights(q, k, seen).to(query.dtype)
+            weights = self._weights(q, k, seen)
+            weights = (weights if scale is None else weights * scale).to(query.dtype)
         return AttentionOutput(out.to(query.dtype), weights, None, following)
 
     def init_state(

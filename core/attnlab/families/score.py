@@ -127,7 +127,7 @@ class ScoreAttention(Attention):
     def plain_function(self, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if not self._bare_fused:
             return super().plain_function(causal)
-        return _fused_causal if causal else scaled_dot_product_attention
+        return _fused_causal if causal else _fused_plain
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         state: State | None = None
@@ -190,11 +190,20 @@ class ScoreAttention(Attention):
         return call.state.append(
             key,
             value,
-            recording=call.recording,
+            # A score_mod may hold trained tensors that nobody can see from here.
+            recording=call.recording or (call.score_mod is not None and torch.is_grad_enabled()),
             present=None if seen is None else seen.key_present,
             segments=None if seen is None else seen.key_segments,
         )
 
 
+def _fused_plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    return scaled_dot_product_attention(query, key, value)
+
+
 def _fused_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -190,6 +190,12 @@ class _Function:
         """`(out [B, Lq, Hq, Dv] contiguous, weights or None)`; every argument means what it means there."""
         attention = self.source(module, query, key, value)
         asked = _extras(attention, kwargs)
+        window = kwargs.get("sliding_window")
+        if attention_mask is None and window is not None and window < key.shape[2]:
+            raise UnsupportedRequest(
+                f"{attention.name}: the model asks for a window of {window} keys and built no mask that holds it; "
+                "register the mask function together with the attention function"
+            )
         asked.update(
             _visibility(attention, module, query, key, attention_mask, is_causal, asked.pop("bias", None))
         )

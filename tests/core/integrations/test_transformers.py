@@ -225,7 +225,7 @@ def test_inert_and_absent_arguments_change_nothing():
     call(
         position_ids=torch.arange(5),
         use_cache=False,
-        sliding_window=3,
+        sliding_window=64,
         invented=None,
         cache_position=torch.arange(5),
     )
@@ -403,3 +403,8 @@ def test_without_transformers_the_import_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "attnlab.integrations.transformers")
     with pytest.raises(VariantUnavailable, match=r"pip install 'attnlab\[transformers\]'"):
         importlib.import_module("attnlab.integrations.transformers")
+
+
+def test_a_window_that_no_mask_holds_is_refused():
+    with pytest.raises(UnsupportedRequest, match="window of 3 keys"):
+        call(sliding_window=3)
