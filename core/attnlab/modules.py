@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from attnlab.capabilities import GateSpec
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
+from attnlab.mask import AttentionMask
 
 
 class MultiHeadAttention(nn.Module):
@@ -143,6 +145,7 @@ class MultiHeadAttention(nn.Module):
             )
         if not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        query, key, value = _without_absent(query, key, value, arguments)
         made = self.attention
         q = (
             self.query_projection(query).unflatten(-1, (made.num_heads, -1)).transpose(1, 2)
@@ -185,3 +188,43 @@ class MultiHeadAttention(nn.Module):
 
 def _gate_width(spec: GateSpec, made: Attention) -> int:
     return made.key_dim if spec.shape.endswith("Dk]") else 1
+
+
+def _without_absent(
+    query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs `[B, L, E]` with zeros in absent slots: what lies there must not reach the projections' gradients.
+
+    Parts of the wrong shape are left to the gate, which names them.
+    """
+    mask = arguments.get("mask")
+    stated = mask if isinstance(mask, AttentionMask) else AttentionMask()
+
+    def part(name: str) -> Any:
+        return arguments[name] if arguments.get(name) is not None else getattr(stated, name)
+
+    segments = part("segments")
+    query_ids, key_ids = (
+        segments if isinstance(segments, (tuple, list)) and len(segments) == 2 else (None, None)
+    )
+    absent_keys = _absent(key, part("key_mask"), part("key_lengths"), key_ids)
+    absent_queries = _absent(query, None, part("query_lengths"), query_ids)
+    if absent_keys is not None:
+        key, value = key.masked_fill(absent_keys, 0), value.masked_fill(absent_keys, 0)
+    if absent_queries is not None:
+        query = query.masked_fill(absent_queries, 0)
+    return query, key, value
+
+
+def _absent(x: Tensor, present: Any, lengths: Any, ids: Any) -> Tensor | None:
+    """Bool `[B, L, 1]` of the absent slots of `x [B, L, E]`; None where all are present."""
+    batch, length, _ = x.shape
+    absent: Tensor | None = None
+    if isinstance(present, Tensor) and present.dtype == torch.bool and present.shape == (batch, length):
+        absent = ~present
+    if isinstance(lengths, Tensor) and lengths.shape == (batch,):
+        beyond = torch.arange(length, device=x.device) >= lengths[:, None]
+        absent = beyond if absent is None else absent | beyond
+    if isinstance(ids, Tensor) and ids.shape == (batch, length):
+        absent = ids < 0 if absent is None else absent | (ids < 0)
+    return None if absent is None else absent[..., None]

@@ -60,3 +60,17 @@ def test_a_recurrent_state_of_another_key_width_is_refused():
 def test_a_gate_of_an_unknown_range_is_refused_where_it_is_declared():
     with pytest.raises(attnlab.PluginError, match="range must be one of"):
         GateSpec("[B,Hkv,Lk]", range="(0,inf)")
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_nan_in_absent_tokens_reaches_no_projection(as_object):
+    layer = attnlab.MultiHeadAttention(8, 2)
+    x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
+    x[0, 3] = torch.nan
+    three = torch.tensor([3])
+    stated = {"key_lengths": three, "query_lengths": three}
+    arguments = {"mask": attnlab.AttentionMask(**stated)} if as_object else stated
+    out = layer(x, **arguments).out
+    out[:, :3].sum().backward()
+    assert out[:, :3].isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
