@@ -5,8 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnlab import Attention, AttentionOutput, Call, Capabilities, InvalidInput, UnsupportedRequest
-from attnlab.engines import fused_attention
+from attnlab import (
+    Attention,
+    AttentionOutput,
+    Call,
+    Capabilities,
+    InvalidInput,
+    Reason,
+    Request,
+    UnsupportedRequest,
+)
+from attnlab.engines import MASK_ELEMENTS, fused_attention
 
 
 class FlashAttention(Attention):
@@ -34,6 +43,30 @@ class FlashAttention(Attention):
         position_free=True,
         linear_in_value=True,
     )
+
+    def supports(self, request: Request) -> list[Reason]:
+        reasons = super().supports(request)
+        masked = request.asks("mask") or request.asks("key_mask")
+        if request.device == "cuda":
+            if request.dtype not in ("float16", "bfloat16"):
+                reasons.append(Reason("dtype", f"dtype {request.dtype} on cuda", "float16, bfloat16"))
+            if masked:
+                reasons.append(
+                    Reason("mask", "a mask on cuda", "no", "torch's flash kernel takes none there")
+                )
+        rows = request.batch if request.asks("key_mask") else 1
+        if (
+            request.asks("causal")
+            and masked
+            and rows * request.query_length * request.key_length > MASK_ELEMENTS
+        ):
+            size = (
+                f"causal=True with a mask over {request.query_length} queries and {request.key_length} keys"
+            )
+            reasons.append(
+                Reason("causal+mask", size, "less", "both must be built as one mask, which is too large")
+            )
+        return reasons
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attnlab
 from attnlab import InvalidInput, UnsupportedRequest, attend, create
 from attnlab.engines import fused
 
@@ -99,3 +100,22 @@ def test_the_scale_is_that_of_the_width_given_not_of_a_padded_one(width: int) ->
     wide = attend(*padded, variant="flash", scale=width**-0.5).out[..., :width]
     # float64: sums of at most 96 terms of order 1.
     torch.testing.assert_close(attend(q, k, v, "flash").out, wide, atol=1e-12, rtol=1e-11)
+
+
+def test_a_causal_mask_with_padding_too_large_to_build_is_refused_by_its_request() -> None:
+    request = attnlab.Request.of("causal", "key_mask", query_length=5000)
+    reasons = attnlab.create("flash", num_heads=1, head_dim=64).supports(request)
+    assert [r.feature for r in reasons] == ["causal+mask"]
+    x = torch.zeros(1, 1, 5000, 4)
+    with pytest.raises(attnlab.UnsupportedRequest, match="too large"):
+        attnlab.attention(x, x, x, "flash", causal=True, key_lengths=torch.tensor([4000]))
+
+
+def test_on_cuda_only_half_precision_without_masks_is_said_to_be_served() -> None:
+    flash = attnlab.create("flash", num_heads=1, head_dim=64)
+    asked = {"query_length": 8, "device": "cuda"}
+    assert flash.supports(attnlab.Request.of("causal", dtype="bfloat16", **asked)) == []
+    assert [r.feature for r in flash.supports(attnlab.Request.of("mask", dtype="float32", **asked))] == [
+        "dtype",
+        "mask",
+    ]

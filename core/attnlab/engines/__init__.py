@@ -4,13 +4,14 @@ heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  f
 linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
 """
 
-from attnlab.engines.fused import fused_attention
+from attnlab.engines.fused import MASK_ELEMENTS, fused_attention
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
 from attnlab.engines.tiled import Scoring, tiled_attention
 
 __all__ = [
+    "MASK_ELEMENTS",
     "Scoring",
     "accumulation_dtype",
     "align_to_queries",
