@@ -23,6 +23,7 @@ PUBLIC = [
     "Capabilities",
     "FeatureMapAttention",
     "GateSpec",
+    "GoldenCase",
     "InvalidInput",
     "KnownFailure",
     "LinearState",

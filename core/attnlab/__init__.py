@@ -27,6 +27,7 @@ _HOMES = {
     "Capabilities": "attnlab.capabilities",
     "FeatureMapAttention": "attnlab.families.feature_map",
     "GateSpec": "attnlab.capabilities",
+    "GoldenCase": "attnlab.formulas",
     "InvalidInput": "attnlab.errors",
     "KnownFailure": "attnlab.capabilities",
     "MultiHeadAttention": "attnlab.modules",
@@ -62,6 +63,7 @@ __all__ = [
     "Capabilities",
     "FeatureMapAttention",
     "GateSpec",
+    "GoldenCase",
     "InvalidInput",
     "KnownFailure",
     "LinearState",
@@ -107,6 +109,7 @@ if TYPE_CHECKING:
     from attnlab.families.feature_map import FeatureMapAttention
     from attnlab.families.recurrence import RecurrentAttention
     from attnlab.families.score import ScoreAttention
+    from attnlab.formulas import GoldenCase
     from attnlab.functional import attend, attention
     from attnlab.hooks import hookimpl
     from attnlab.interface import Attention

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from attnlab.conformance import visibility
 from attnlab.conformance.cases import Case
+from attnlab.conformance.check import NotApplicable
 from attnlab.conformance.features import FEATURES, normal
+from attnlab.conformance.machinery import machinery_of
 from attnlab.conformance.tolerances import Bound, bound, largest
-from attnlab.formulas import definition_of
+from attnlab.errors import PluginError
+from attnlab.formulas import Definition, definition_of
 
 FLOAT_ARGUMENTS = ("bias", "sinks")
 
@@ -128,6 +131,27 @@ def parameters_of(variant: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
+def has_definition(variant: Any) -> bool:
+    """Whether a free function says what is right, rather than the variant's own methods."""
+    try:
+        definition_of(variant)
+    except PluginError:
+        return False
+    return True
+
+
+def judging(variant: Any) -> Definition:
+    """What judges `variant`: its definition, or its family's formula around its own methods, or nothing at all."""
+    if has_definition(variant):
+        return definition_of(variant)
+    machinery = machinery_of(variant)
+    if machinery is None:
+        raise NotApplicable(
+            f"formula unverified: {variant.formula or type(variant).__name__} has no definition to compare with"
+        )
+    return machinery
+
+
 def define(
     variant: Any,
     inputs: Inputs,
@@ -144,7 +168,7 @@ def define(
     arguments = {
         n: cast.arguments.get(n) for n in ("scale", "bias", "softcap", "score_mod", "sinks", "gates")
     }
-    return definition_of(variant)(
+    return judging(variant)(
         cast.query,
         cast.key,
         cast.value,
@@ -190,6 +214,9 @@ def exact_and_bound(variant: Any, inputs: Inputs, what: str = "out") -> tuple[Te
 def attended(variant: Any, inputs: Inputs) -> Tensor:
     """Rows `[B, Hq, Lq]` that take any weight: they see a key, and the normaliser is not 0 (relu features may be)."""
     visible = inputs.visible()
-    with torch.no_grad():
-        weights = define(variant, inputs, visible=visible).get("weights")
+    try:
+        with torch.no_grad():
+            weights = define(variant, inputs, visible=visible).get("weights")
+    except NotApplicable:
+        weights = None
     return visible.any(dim=-1) if weights is None else (weights != 0).any(dim=-1)

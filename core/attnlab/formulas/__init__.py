@@ -29,18 +29,22 @@ from attnlab.errors import PluginError, nearest
 from attnlab.formulas.additive import additive
 from attnlab.formulas.delta_rule import delta_rule
 from attnlab.formulas.dot_product import softmax_dot_product
+from attnlab.formulas.golden import GoldenCase, golden_cases, unverified
 from attnlab.formulas.linearised import linearised
 from attnlab.formulas.multiplicative import multiplicative
 
 __all__ = [
     "DEFINITIONS",
     "Definition",
+    "GoldenCase",
     "additive",
     "definition_of",
     "delta_rule",
+    "golden_cases",
     "linearised",
     "multiplicative",
     "softmax_dot_product",
+    "unverified",
 ]
 
 Definition = Callable[..., dict[str, Tensor]]

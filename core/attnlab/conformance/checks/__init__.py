@@ -12,6 +12,7 @@ from attnlab.conformance.checks import (
     dead_rows,
     dropout,
     dtypes,
+    golden,
     gradients,
     graphs,
     independence,
@@ -30,6 +31,7 @@ ALL: tuple[Check, ...] = tuple(
     check
     for module in (
         registry,
+        golden,
         values,
         dtypes,
         masks,

@@ -9,8 +9,6 @@ from attnlab.capabilities import DEVICES, DTYPES
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.messages import demand
-from attnlab.errors import PluginError
-from attnlab.formulas import definition_of
 
 
 def check_registry_row_agrees_with_class(variant: Any, case: Case) -> None:
@@ -47,7 +45,7 @@ def check_registry_row_agrees_with_class(variant: Any, case: Case) -> None:
 
 
 def check_claims_are_consistent(variant: Any, case: Case) -> None:
-    """The instance only narrows its class, the formula has a definition, and every claim has what it rests on."""
+    """The instance only narrows its class, and every claim has what it rests on."""
     have, ceiling = variant.capabilities, type(variant).capabilities
     wider = have.within(ceiling)
     demand(
@@ -84,16 +82,6 @@ def check_claims_are_consistent(variant: Any, case: Case) -> None:
     if have.double_backward:
         demand(
             have.backward, variant, case, "double_backward is claimed without backward", "Declare backward"
-        )
-    try:
-        definition_of(variant)
-    except PluginError as fault:
-        demand(
-            False,
-            variant,
-            case,
-            f"the formula is unverified: {fault}",
-            "Without a definition nothing can be judged",
         )
 
 

@@ -6,13 +6,14 @@ mistakes are drawn from faults that people really met. Needs torch; for tests an
 
 from __future__ import annotations
 
-from attnlab.conformance.mutants import behaviour, claims, formulas, gradients, masks, states
+from attnlab.conformance.mutants import behaviour, claims, formulas, golden, gradients, masks, states
 from attnlab.conformance.mutants._textbook import Mutant, TextbookAttention, TextbookDelta, TextbookLinear
 
 __all__ = ["MUTANTS", "Mutant", "TextbookAttention", "TextbookDelta", "TextbookLinear"]
 
 MUTANTS: tuple[Mutant, ...] = (
     *masks.MUTANTS,
+    *golden.MUTANTS,
     *formulas.MUTANTS,
     *gradients.MUTANTS,
     *behaviour.MUTANTS,
