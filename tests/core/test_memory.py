@@ -111,3 +111,15 @@ def test_a_window_scores_only_the_tiles_that_it_touches(
     with torch.no_grad():
         attend(*inputs(length), window=(15, 0), softcap=5.0)
     assert sum(scored) < length * length / 4
+
+
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+def test_a_mask_or_bias_that_is_expanded_over_items_and_heads_is_never_copied_for_each(kind: str) -> None:
+    length, heads = 32, 12
+    query, key, value = (torch.randn(3, heads, length, D) for _ in range(3))
+    one = torch.rand(1, 1, length, length)
+    given = (one < 0.5 if kind == "mask" else one).expand(3, heads, length, length)
+    with Largest() as made:
+        out = attend(query, key, value, **{kind: given}).out
+    assert made.elements <= query.numel()
+    torch.testing.assert_close(out, attend(query, key, value, **{kind: given.contiguous()}).out)

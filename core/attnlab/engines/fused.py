@@ -64,16 +64,24 @@ def fused_attention(
             if rows * query.shape[2] * key.shape[2] > MASK_ELEMENTS:
                 return None
         if seen.pairwise:
-            mask = seen.dense()
+            mask = _once(seen.dense())
         elif seen.key_present is not None:
             mask = seen.key_present[:, None, None, :]  # one row: torch would fill an expanded one
     if call.bias is not None:
-        bias = _kept_finite(call.bias, query.dtype, query.device.type)
+        bias = _kept_finite(call.bias if trained else _once(call.bias), query.dtype, query.device.type)
         if mask is None:
             mask = bias.expand(*bias.shape[:3], key.shape[2])
         else:
             mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=bias.dtype, device=query.device))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _once(x: Tensor) -> Tensor:
+    """`x` with each expanded (stride 0) axis of batch and heads as one: torch converts what it is handed, copies and all."""
+    for axis in (0, 1):
+        if x.stride(axis) == 0 and x.shape[axis] > 1:
+            x = x.narrow(axis, 0, 1)
+    return x
 
 
 def _kept_finite(bias: Tensor, dtype: torch.dtype, device: str) -> Tensor:
