@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,30 @@ def test_a_module_says_what_it_is_for(path: Path) -> None:
 @named(SHIPPED)
 def test_a_module_parses_as_the_oldest_python(path: Path) -> None:
     ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+
+
+# Where strangers' files and code are met, so that much has to be caught; elsewhere a narrow except does.
+OPEN_TO_STRANGERS = [
+    path
+    for path in SHIPPED
+    if path.relative_to(ROOT / path.relative_to(ROOT).parts[0])
+    .as_posix()
+    .startswith(
+        ("attnlab/registry/", "attnlab/cli/", "attnlab/hooks", "attnlab/_files", "attnlab/_entry_points")
+    )
+]
+
+
+@named(OPEN_TO_STRANGERS)
+def test_a_broad_except_says_in_a_comment_what_it_expects(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    words = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {token.start[0] for token in words if token.type == tokenize.COMMENT}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ExceptHandler):
+            caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"all"}
+            if caught & {"Exception", "BaseException", "all"}:
+                assert comments & {node.lineno, node.lineno + 1}, f"{path}:{node.lineno}: say why it is broad"
 
 
 def test_ruff_finds_nothing() -> None:

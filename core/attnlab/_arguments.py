@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab._gate import autocast_on
+from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput
 from attnlab.state import State
 
@@ -147,7 +148,7 @@ def _check_number(name: str, word: str, value: Any, above: float | None) -> None
 
 
 def _got(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else quoted(value)
 
 
 def _check_float(name: str, word: str, value: Any, query: Tensor) -> None:

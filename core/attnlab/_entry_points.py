@@ -1,6 +1,6 @@
 """What installed packages announce, read from their metadata: no package is imported here.
 
-Needs only the standard library. The registry and the hooks both start from it, so that both honour
+Needs no torch. The registry and the hooks both start from it, so that both honour
 `ATTNLAB_DISABLE` before anything is loaded.
 """
 
@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from attnlab._quoting import short
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,10 @@ def announcements(group: str) -> tuple[list[Announcement], list[str]]:
             try:
                 found.extend(p for p in distribution.entry_points if p.group == group)
             except Exception as error:
+                # Whatever the parser makes of its metadata: this package is left out, and no other.
                 where = getattr(distribution, "_path", None) or "an installed package"
-                problems.append(f"{where}: its entry points cannot be read ({type(error).__name__}: {error})")
+                why = short(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+                problems.append(f"{where}: its entry points cannot be read ({why})")
     unique: dict[tuple[str, str, str], Announcement] = {}
     for point in found:
         owner, version = _identity(point)
@@ -58,7 +62,8 @@ def installed(name: str) -> bool:
     """Whether a distribution of that name is installed."""
     try:
         importlib.metadata.distribution(name)
-    except Exception:  # missing, or broken metadata
+    except Exception:
+        # PackageNotFoundError, ValueError for a name that is none, or whatever broken metadata raises.
         return False
     return True
 
@@ -76,4 +81,5 @@ def _identity(point: importlib.metadata.EntryPoint) -> tuple[str, str]:
             return "", ""
         return distribution.metadata["Name"] or "", distribution.metadata["Version"] or ""
     except Exception:
+        # A metadata file that is missing, unreadable or no text; the entry point itself may be fine.
         return "", ""

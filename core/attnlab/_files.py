@@ -1,12 +1,14 @@
-"""Files that are whole or absent: atomic writes, durable appends and the user's own folder.
+"""Files that are whole or absent: atomic writes, durable appends, bounded reads and the user's own folder.
 
 Needs only the standard library; anything in attnlab may import it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +34,7 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
             os.chmod(scratch, target.stat().st_mode & 0o777)
         os.replace(scratch, target)
     except BaseException:
+        # Whatever ends it, an interrupt too: the scratch file goes, and the error passes on.
         scratch.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
@@ -59,6 +62,35 @@ def append_line_durable(path: str | os.PathLike[str], line: str) -> None:
         os.fsync(file.fileno())
 
 
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The bytes of the regular file at `path`, `limit` at most.
+
+    Raises `OSError`, whose `strerror` says what is wrong: a folder, a pipe or a device (which might never end) in
+    the place of a file, a link that leads nowhere, more than `limit` bytes, or what the system says.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", path) from None
+        why = f"it is a link to {os.readlink(path)}, which does not exist"
+        raise FileNotFoundError(errno.ENOENT, why, path) from None
+    except ValueError as error:  # a NUL in the path, or text that the system's encoding lacks
+        raise OSError(errno.EINVAL, f"no file can have this path: {error}", path) from None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "expected a file, got a folder", path)
+    # Opening a pipe would wait for ever, and a device may never end.
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "expected a regular file, got a pipe, socket or device", path)
+    with open(path, "rb", opener=_without_waiting) as file:
+        data: bytes | None = file.read(limit + 1)
+    if data is None:
+        raise OSError(errno.EINVAL, "expected a regular file, got one that makes its reader wait", path)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit / 2**20:g} MiB, the most that is read", path)
+    return data
+
+
 def config_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """The folder of the user's `registry.yaml` and `trust.json`, made by nobody until something is written.
 
@@ -83,6 +115,11 @@ def config_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     if sys.platform == "darwin":
         return home / "Library" / "Application Support" / "attnlab"
     return home / ".config" / "attnlab"
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open so that reading never waits, where the system has a way: some of what looks like a file would."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ Layout, everywhere: query `[B, Hq, Lq, Dq]`, key `[B, Hkv, Lk, Dk]`, value `[B, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from attnlab._gate import (
     require_sizes,
     stated,
 )
+from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
 from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
 from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest
@@ -94,7 +96,7 @@ class Attention(nn.Module):
         for word in ("num_heads", "num_kv_heads", "head_dim", "key_dim", "value_dim"):
             size = getattr(self, word)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InvalidInput(f"{self.name}: {word} must be an int of 1 or more, got {size!r}")
+                raise InvalidInput(f"{self.name}: {word} must be an int of 1 or more, got {quoted(size)}")
         if self.num_heads % self.num_kv_heads:
             raise InvalidInput(
                 f"{self.name}: num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
@@ -148,7 +150,7 @@ class Attention(nn.Module):
 
     def default_scale(self) -> float | None:
         """The formula's own scale, `Dk^-0.5` unless the formula says otherwise; None where a normaliser cancels it."""
-        return float(self.key_dim**-0.5)
+        return 1.0 / math.sqrt(self.key_dim)  # the bits of torch's own default; Dk ** -0.5 may differ in the last
 
     def supports(self, request: Request) -> list[Reason]:
         """Every reason to refuse `request`; empty where it is served. Overriding adds reasons to these."""

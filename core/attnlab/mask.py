@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -194,7 +195,7 @@ def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"a{'n' if dtype[0] == 'i' else ''} {dtype} tensor of shape {list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{quoted(value)} ({type(value).__name__})"
 
 
 def _check_offset(offset: object) -> None:
@@ -203,7 +204,7 @@ def _check_offset(offset: object) -> None:
     if isinstance(offset, str):
         if offset not in OFFSET_WORDS:
             raise InvalidInput(
-                f"offset must be 'top_left', 'bottom_right', an int or an integer tensor, got {offset!r}"
+                f"offset must be 'top_left', 'bottom_right', an int or an integer tensor, got {quoted(offset)}"
             )
     elif isinstance(offset, Tensor):
         if (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnlab._gate import autocast_on
+from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import GateSpec
 from attnlab.catalogue import create
@@ -47,14 +48,16 @@ class MultiHeadAttention(nn.Module):
         sizes = (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim))
         for word, size in sizes:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InvalidInput(f"MultiHeadAttention: {word} must be an int of 1 or more, got {size!r}")
+                raise InvalidInput(
+                    f"MultiHeadAttention: {word} must be an int of 1 or more, got {quoted(size)}"
+                )
         if embed_dim % num_heads:
             raise InvalidInput(
                 f"MultiHeadAttention: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             )
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
             raise InvalidInput(
-                f"MultiHeadAttention: dropout must be a number from 0 to below 1, got {dropout!r}"
+                f"MultiHeadAttention: dropout must be a number from 0 to below 1, got {quoted(dropout)}"
             )
         head_dim = embed_dim // num_heads
         if isinstance(variant, Attention):

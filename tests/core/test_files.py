@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnlab import _files
-from attnlab._files import append_line_durable, config_dir, write_text_atomic
+from attnlab._files import append_line_durable, config_dir, read_regular, write_text_atomic
 
 pytestmark = pytest.mark.no_torch
 
@@ -76,6 +76,64 @@ def test_a_line_with_a_line_break_is_refused_and_nothing_is_written(tmp_path: Pa
     with pytest.raises(ValueError, match="no line break"):
         append_line_durable(path, line)
     assert not path.exists()
+
+
+def test_a_regular_file_is_read_whole_up_to_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "f.bin"
+    path.write_bytes(b"\0" * 1024)
+    assert read_regular(path, 1024) == b"\0" * 1024
+    with pytest.raises(OSError, match="larger than"):
+        read_regular(path, 1023)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("folder", "expected a file, got a folder"),
+        ("nothing", "there is no such file"),
+        ("NUL", "no file can have this path"),
+        ("pipe", "expected a regular file, got a pipe"),
+        ("device", "expected a regular file, got a pipe, socket or device"),
+        ("broken link", "it is a link to .*gone, which does not exist"),
+        ("link to itself", "symbolic link"),
+    ],
+)
+def test_what_is_no_regular_file_is_refused_in_words_and_never_waited_for(
+    tmp_path: Path, kind: str, words: str
+) -> None:
+    if sys.platform == "win32" and kind not in ("folder", "nothing", "NUL"):
+        pytest.skip("pipes and devices with a path are POSIX's, and making a link needs a privilege here")
+    path = tmp_path / "f"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "broken link":
+        path.symlink_to(tmp_path / "gone")
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    elif kind == "NUL":
+        path = tmp_path / "a\0b"
+    with pytest.raises(OSError, match=words) as caught:
+        read_regular(path, 1024)
+    assert str(path) not in (caught.value.strerror or ""), "the caller names the path"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX has the named pipes")
+def test_a_pipe_that_takes_a_files_place_after_the_look_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    os.mkfifo(path)
+    monkeypatch.setattr(_files.stat, "S_ISREG", lambda mode: True)
+    writer = os.open(path, os.O_RDWR)  # who might write some day
+    try:
+        with pytest.raises(OSError, match="makes its reader wait"):
+            read_regular(path, 1024)
+    finally:
+        os.close(writer)
 
 
 def test_the_home_variable_names_the_config_folder() -> None:

@@ -253,3 +253,23 @@ def test_a_bad_input_is_refused_in_these_words(case: str) -> None:
 
 def test_no_message_is_left_over() -> None:
     assert set(MESSAGES) == set(CASES)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"scale": "x" * 900_000},
+        {"dropout_p": "x" * 900_000},
+        {"need_weights": ["x"] * 90_000},
+        {"gates": "x" * 900_000},
+        {"offset": "x" * 900_000},
+        {"window": [1] * 90_000},
+        {"key_mask": [[True] * 90_000]},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_a_huge_value_is_cut_in_the_message(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        ask(**arguments)()
+    assert next(iter(arguments)) in str(caught.value)
+    assert len(str(caught.value)) < 250

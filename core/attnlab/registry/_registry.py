@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab._entry_points import disabled, installed, normalised
+from attnlab._quoting import quoted
 from attnlab.catalogue import forget_instances
 from attnlab.errors import AttnlabError, InvalidInput, RegistryFileError, UnknownVariant, nearest
 from attnlab.registry import trust
@@ -112,11 +113,11 @@ class Registry:
         """
         entry = self._entry(name)
         if not entry.spoiled:
-            from attnlab.registry.loading import check_options
+            from attnlab.registry.making import check_options
 
             check_options(entry, options)
         cls = self.variant_class(name)
-        from attnlab.registry.loading import make
+        from attnlab.registry.making import make
 
         dims = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
         return make(entry, cls, {**dims, "key_dim": key_dim, "value_dim": value_dim}, options)
@@ -131,13 +132,13 @@ class Registry:
         (unless `replaces`), or one that `replaces` nothing.
         """
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise InvalidInput(f"register: a name is {NAME_RULE}; got {name!r}")
+            raise InvalidInput(f"register: a name is {NAME_RULE}; got {quoted(name)}")
         if not isinstance(target_class, type):
-            what = f"expected a class that derives from attnlab.Attention, got {target_class!r}"
+            what = f"expected a class that derives from attnlab.Attention, got {quoted(target_class)}"
             raise InvalidInput(f"register: {name}: {what}")
         for fact in facts:
             if fact not in _FACTS:
-                raise InvalidInput(f"register: {name}: unknown fact {fact!r}; {nearest(fact, _FACTS)}")
+                raise InvalidInput(f"register: {name}: unknown fact {quoted(fact)}; {nearest(fact, _FACTS)}")
         if taken := set(facts.get("options") or ()) & set(CREATE_ARGUMENTS):
             raise InvalidInput(
                 f"register: {name}: {sorted(taken)[0]!r} is an argument of create() and cannot be an option"
@@ -213,7 +214,7 @@ class Registry:
             problems = self.problems
             if problems:
                 tail += f"; {len(problems)} problem(s) in the registry files, the first: {problems[0]}"
-            raise UnknownVariant(f"there is no variant {name!r}; {tail}")
+            raise UnknownVariant(f"there is no variant {quoted(name)}; {tail}")
         return entry
 
     def _unknown_disabled(self) -> list[str]:
@@ -222,6 +223,6 @@ class Registry:
         known = {normalised(name) for name in self._entries} | owners
         unknown = sorted(name for name in disabled() - known if not installed(name))
         return [
-            f"ATTNLAB_DISABLE names {n!r}, which is neither a variant nor a plugin; {nearest(n, known)}"
+            f"ATTNLAB_DISABLE names {quoted(n)}, which is neither a variant nor a plugin; {nearest(n, known)}"
             for n in unknown
         ]

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+from attnlab._quoting import quoted, short
 from attnlab.errors import RegistryFileError, nearest
 from attnlab.registry.yaml_reader import Mapping, Node, Scalar, Sequence, describe
 
-NAME = re.compile(r"[a-z][a-z0-9_]*")
-NAME_RULE = "lower-case letters, digits and underscores, a letter first"
+NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
+NAME_RULE = "lower-case letters, digits and underscores, a letter first, 60 at most"
+LONGEST_TEXT = 1000  # characters of a field's text: messages and listings repeat it whole
+LONGEST_OPTION = 60  # of an option's name
 # What these mean in transformers is taken: a name that contains one is routed elsewhere there.
 HF_RESERVED = ("flash", "sdpa", "flex_attention")
 CREATE_ARGUMENTS = ("name", "self", "num_heads", "head_dim", "num_kv_heads", "key_dim", "value_dim")
@@ -79,7 +82,7 @@ def mapping(at: At, expected: str) -> dict[str, At]:
     first: dict[str, int] = {}
     for key, value in at.node.items:
         name = key_text(at, key)
-        inner = At(at.path, f"{at.key}.{name}" if at.key else name, value)
+        inner = At(at.path, f"{at.key}.{short(name)}" if at.key else short(name), value)
         if name in found:
             place = Spot(at.path, key.line, key.column, inner.key)
             place.fail(f"given twice, on lines {first[name]} and {key.line}; remove one")
@@ -115,6 +118,8 @@ def text(at: At) -> str:
     if not node.value.strip():
         at.wrong("text that is not empty")
     line = " ".join(node.value.split())
+    if len(line) > LONGEST_TEXT:
+        at.spot.fail(f"expected at most {LONGEST_TEXT} characters of text, got {len(line)}; shorten it")
     for character in line:
         if unicodedata.category(character) in ("Cc", "Cs"):
             at.spot.fail(f"expected printable text, got the control character {character!r}; remove it")
@@ -142,7 +147,7 @@ def one_of(*allowed: str) -> Callable[[At], str]:
     def check(at: At) -> str:
         value = text(at)
         if value not in allowed:
-            at.spot.fail(f"unknown value {value!r}; {nearest(value, allowed)}")
+            at.spot.fail(f"unknown value {quoted(value)}; {nearest(value, allowed)}")
         return value
 
     return check
@@ -162,7 +167,7 @@ def identifier(at: At) -> str:
     """A variant's or formula's name, as `NAME_RULE` says."""
     value = text(at)
     if not NAME.fullmatch(value):
-        at.spot.fail(f"expected a name ({NAME_RULE}), got {value!r}")
+        at.spot.fail(f"expected a name ({NAME_RULE}), got {quoted(value)}")
     return value
 
 
@@ -172,10 +177,10 @@ def hf_name(at: At) -> str:
     for part in (*HF_RESERVED, "/", "|"):
         if part in value.lower():
             at.spot.fail(
-                f"must not contain {part!r}, which means something else in transformers, got {value!r}"
+                f"must not contain {part!r}, which means something else in transformers, got {quoted(value)}"
             )
     if not value.isascii() or not value.isidentifier() or value == "eager":
-        at.spot.fail(f"expected letters, digits and underscores, not 'eager', got {value!r}")
+        at.spot.fail(f"expected letters, digits and underscores, not 'eager', got {quoted(value)}")
     return value
 
 
@@ -185,7 +190,9 @@ def module_names(at: At) -> tuple[str, ...]:
     def check(inner: At) -> str:
         value = text(inner)
         if not value.isidentifier() or keyword.iskeyword(value):
-            inner.spot.fail(f"expected the name of a top-level module (no dots, no versions), got {value!r}")
+            inner.spot.fail(
+                f"expected the name of a top-level module (no dots, no versions), got {quoted(value)}"
+            )
         return value
 
     return _listed(at, check)
@@ -196,18 +203,18 @@ def target(at: At) -> Target:
     value = text(at)
     left, colon, attribute = value.rpartition(":")
     if not colon or not left or not attribute.isidentifier() or keyword.iskeyword(attribute):
-        at.spot.fail(f"expected package.module:Class or path/to/file.py:Class, got {value!r}")
+        at.spot.fail(f"expected package.module:Class or path/to/file.py:Class, got {quoted(value)}")
     if left.endswith(".py"):
         path = PurePosixPath(left)
         if "\\" in left:
-            at.spot.fail(f"expected forward slashes in the path, got {value!r}")
+            at.spot.fail(f"expected forward slashes in the path, got {quoted(value)}")
         if path.is_absolute() or ".." in path.parts or ":" in left or left.startswith("~"):
             at.spot.fail(
-                f"the file must be below the YAML file's folder, with a relative path, got {value!r}"
+                f"the file must be below the YAML file's folder, with a relative path, got {quoted(value)}"
             )
         return Target("", str(path), attribute)
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in left.split(".")):
-        at.spot.fail(f"expected package.module:Class or path/to/file.py:Class, got {value!r}")
+        at.spot.fail(f"expected package.module:Class or path/to/file.py:Class, got {quoted(value)}")
     return Target(left, "", attribute)
 
 
@@ -216,7 +223,11 @@ def options(at: At) -> dict[str, At]:
     entries = mapping(at, "a mapping of option names to defaults")
     for name, entry in entries.items():
         if not name.isidentifier() or keyword.iskeyword(name):
-            entry.spot.fail(f"expected an option name that Python accepts as an argument, got {name!r}")
+            entry.spot.fail(f"expected an option name that Python accepts as an argument, got {quoted(name)}")
+        if len(name) > LONGEST_OPTION:
+            entry.spot.fail(
+                f"expected an option name of at most {LONGEST_OPTION} characters, got {len(name)}"
+            )
         if name in CREATE_ARGUMENTS:
             entry.spot.fail(f"{name!r} is an argument of create() and cannot be an option")
     return entries
@@ -236,7 +247,9 @@ def option_value(at: At) -> Any:
     if node.ambiguous:
         at.wrong("a plain value")
     if isinstance(node.value, str) and _looks_numeric(node.value):
-        at.spot.fail(f"expected a number, got the text {node.value!r}; write it without quotes (.inf, .nan)")
+        at.spot.fail(
+            f"expected a number, got the text {quoted(node.value)}; write it without quotes (.inf, .nan)"
+        )
     return node.value
 
 
@@ -259,7 +272,7 @@ def _listed(at: At, check: Callable[[At], str]) -> tuple[str, ...]:
         inner = At(at.path, f"{at.key}[{index}]", item)
         value = check(inner)
         if value in found:
-            inner.spot.fail(f"{value!r} is listed twice; remove one")
+            inner.spot.fail(f"{quoted(value)} is listed twice; remove one")
         found.append(value)
     return tuple(found)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from attnlab._entry_points import disabled, normalised
+from attnlab._quoting import quoted
 from attnlab.errors import AttnlabError, PluginError, RegistryFileError, VariantUnavailable
 from attnlab.registry import trust
 from attnlab.registry.merge import Entry
@@ -119,10 +120,12 @@ def refuse(entry: Entry) -> Refusal | None:
     # Every class derives from torch's Module; saying so here beats an import error later.
     for module in (*facts.get("requires", ()), *(() if entry.home.row.cls else ("torch",))):
         if not exists(module):
-            return Refusal(
-                VariantUnavailable,
-                f"needs the module {module!r}, which is not installed; try: pip install {module}",
-            )
+            lacking = f"needs the module {module!r}, which is not installed; try: pip install {module}"
+            if module in sys.stdlib_module_names:
+                lacking = (
+                    f"needs the module {module!r}, which belongs to Python itself and is not part of this one"
+                )
+            return Refusal(VariantUnavailable, lacking)
     return None
 
 
@@ -134,7 +137,7 @@ def api_mismatch(entry: Entry, found: Any) -> str:
         return ""
     plugin = entry.home.read.layer.owner or entry.home.where
     return (
-        f"the plugin {plugin} is written for api_version {found!r}, this attnlab provides {API_VERSION}; "
+        f"the plugin {plugin} is written for api_version {quoted(found)}, this attnlab provides {API_VERSION}; "
         f"install a release of the plugin for api_version {API_VERSION}, or another attnlab"
     )
 

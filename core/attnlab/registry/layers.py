@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from attnlab._entry_points import announcements, disabled, normalised
 from attnlab._files import config_dir
+from attnlab._quoting import quoted
 
 GROUP = "attnlab.registries"
 PROJECT_FILE = "attnlab.yaml"
@@ -111,7 +112,7 @@ def locate(value: str, owner: str = "") -> LayerFile:
     package, file = package.strip(), file.strip()
     parts = PurePosixPath(file).parts
     broken = LayerFile(Path(value), "package", owner)
-    who = f"the {GROUP!r} entry point {value!r} of {owner or 'an unknown package'}"
+    who = f"the {GROUP!r} entry point {quoted(value)} of {owner or 'an unknown package'}"
     names = package.split(".")
     if (
         not colon
@@ -123,7 +124,7 @@ def locate(value: str, owner: str = "") -> LayerFile:
         return replace(broken, problem=f"{who}: expected package:file.yaml, with the file inside the package")
     folders = _folders(names[0])
     if not folders:
-        return replace(broken, problem=f"{who}: there is no package {names[0]!r} to look in")
+        return replace(broken, problem=f"{who}: there is no package {quoted(names[0])} to look in")
     candidates = [folder.joinpath(*names[1:], *parts) for folder in folders]
     if (package, file) == _BUILT_IN[1:]:
         # A checkout keeps this one file at its root, two folders above plugins/attnlab_plugins.

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from attnlab._quoting import quoted
 from attnlab.errors import nearest
 from attnlab.registry.fields import kind
 from attnlab.registry.layers import LayerFile
@@ -181,8 +182,8 @@ def _check_options(entries: dict[str, Entry], entry: Entry, parent: Entry) -> li
             return _spoil(entries, entry, field, f"{parent.name!r} has no option {option!r}; {tail}")
         default = accepted[option]
         if value is not None and default is not None and kind(value) != kind(default):
-            expected = f"expected {kind(default)}, as in {parent.name!r} ({default!r}), got {value!r}"
-            return _spoil(entries, entry, field, expected)
+            expected = f"expected {kind(default)}, as in {parent.name!r} ({quoted(default)})"
+            return _spoil(entries, entry, field, f"{expected}, got {quoted(value)}")
     return []
 
 

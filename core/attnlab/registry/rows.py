@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnlab._quoting import quoted, short
 from attnlab.capabilities import ASKABLE, DEVICES, DTYPES, PROPERTIES
 from attnlab.errors import RegistryFileError
 from attnlab.registry import fields
@@ -91,7 +92,7 @@ def read_rows(root: Node, path: Path) -> tuple[list[Row], list[Fault]]:
             top.spot.fail(f"the key {needed!r} is missing; {hint}")
     version = entries["version"]
     if (found := fields.integer(version)) != VERSION:
-        version.spot.fail(f"expected version {VERSION}, got {found}; a newer attnlab may read it")
+        version.spot.fail(f"expected version {VERSION}, got {quoted(found)}; a newer attnlab may read it")
     return _rows(entries["variants"])
 
 
@@ -107,14 +108,14 @@ def _rows(variants: At) -> tuple[list[Row], list[Fault]]:
     faults: list[Fault] = []
     for key, node in variants.node.items:
         name = ""
-        spot = Spot(variants.path, key.line, key.column, f"variants.{key.value}")
+        spot = Spot(variants.path, key.line, key.column, f"variants.{short(str(key.value))}")
         first = key.value not in met
         met.add(key.value)
         try:
             name = fields.key_text(variants, key)
             if not fields.NAME.fullmatch(name):
                 name, got = "", name
-                spot.fail(f"a variant's name is {fields.NAME_RULE}; got {got!r}")
+                spot.fail(f"a variant's name is {fields.NAME_RULE}; got {quoted(got)}")
             if len(lines[name]) > 1:
                 if first:
                     continue  # the fault is the second's

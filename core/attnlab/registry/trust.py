@@ -12,12 +12,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from attnlab._files import config_dir, write_text_atomic
+from attnlab._files import config_dir, read_regular, write_text_atomic
 from attnlab.errors import InvalidInput, RegistryFileError
 from attnlab.registry.rows import read_rows
 from attnlab.registry.yaml_reader import parse, read_file
 
 STORE = "trust.json"
+MAX_BYTES = 16 * 1024 * 1024  # of a target, and of the store
 _VERSION = 1
 
 
@@ -96,7 +97,7 @@ def read_target(yaml_path: Path, target: str) -> bytes:
     """The bytes of a path target's file; `RegistryFileError` where it is missing, unreadable or elsewhere."""
     found = target_file(yaml_path, target)
     try:
-        return found.read_bytes()
+        return read_regular(found, MAX_BYTES)
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise RegistryFileError(f"{yaml_path}: the target {target} cannot be read: {found}: {why}") from None
@@ -121,7 +122,7 @@ def _load() -> dict[str, Any]:
     """The records by registry file. A store that is missing or damaged vouches for nothing."""
     folder = config_dir()
     try:
-        content = json.loads((folder / STORE).read_text(encoding="utf-8")) if folder else {}
+        content = json.loads(read_regular(folder / STORE, MAX_BYTES).decode("utf-8")) if folder else {}
     except (OSError, ValueError, RecursionError):
         return {}
     files = content.get("files") if isinstance(content, dict) and content.get("version") == _VERSION else None

@@ -8,10 +8,9 @@ reads differently from what people mean is decided here: `1e-6` is a number; `ye
 
 from __future__ import annotations
 
+import errno
 import math
-import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,13 @@ from typing import Any, NoReturn
 
 import yaml
 
+from attnlab._files import read_regular
+from attnlab._quoting import quoted, short
 from attnlab.errors import RegistryFileError
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 16
+MAX_BITS = 1024  # of a whole number: the exponent's range of float64
 
 # libyaml where PyYAML was built with it: the same events, several times faster.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -76,24 +78,18 @@ Node = Scalar | Sequence | Mapping
 def read_file(path: Path) -> bytes:
     """The bytes of the file at `path`; `RegistryFileError` for a folder, a device, too large, unreadable."""
     try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise RegistryFileError(f"{path}: expected a YAML file, got a folder; name the file in it")
-        # Opening a pipe would wait for ever, and a device may never end.
-        if not stat.S_ISREG(mode):
-            raise RegistryFileError(f"{path}: expected a regular file, got a pipe, socket or device")
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise RegistryFileError(f"{path}: there is no such file") from None
-    except PermissionError:
-        raise RegistryFileError(f"{path}: no permission to read this file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        why = getattr(error, "strerror", None) or str(error)
-        raise RegistryFileError(f"{path}: cannot be read: {why}") from None
-    if len(data) > MAX_BYTES:
-        raise RegistryFileError(f"{path}: a registry file may have at most 1 MiB, and this one is larger")
-    return data
+        return read_regular(path, MAX_BYTES)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if isinstance(error, PermissionError):
+            why = "no permission to read this file"
+        elif isinstance(error, IsADirectoryError):
+            why = "expected a YAML file, got a folder; name the file in it"
+        elif error.errno == errno.EFBIG:
+            why = "a registry file may have at most 1 MiB, and this one is larger"
+        elif error.errno not in (errno.ENOENT, errno.EINVAL):  # the system's words, not `read_regular`'s
+            why = f"cannot be read: {why}"
+        raise RegistryFileError(f"{short(str(path), 1000)}: {why}") from None
 
 
 def parse(data: bytes, path: Path) -> Node:
@@ -107,9 +103,8 @@ def parse(data: bytes, path: Path) -> Node:
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         if _character(text, line, column) == "\t":
             reader.fail(line, column, "a tab cannot indent YAML; use spaces")
-        reader.fail(
-            line, column, f"not valid YAML: {error.problem or error.context or 'it cannot be parsed'}"
-        )
+        why = short(error.problem or error.context or "it cannot be parsed", 200)
+        reader.fail(line, column, f"not valid YAML: {why}")
     except yaml.YAMLError as error:
         reader.fail(1, 1, f"not valid YAML: {' '.join(str(error).split())}")
 
@@ -140,11 +135,10 @@ class _Reader:
     def node(self, event: Any, depth: int) -> Node:
         line, column = _place(event)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.fail(
-                line, column, f"anchors and aliases are not accepted, got {event.anchor!r}; write it out"
-            )
+            got = quoted(event.anchor)
+            self.fail(line, column, f"anchors and aliases are not accepted, got {got}; write it out")
         if event.tag is not None:
-            self.fail(line, column, f"tags are not accepted, got {event.tag!r}; write a plain value")
+            self.fail(line, column, f"tags are not accepted, got {quoted(event.tag)}; write a plain value")
         if depth > MAX_DEPTH:
             self.fail(line, column, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.ScalarEvent):
@@ -170,14 +164,14 @@ def describe(node: Node) -> str:
     if isinstance(node, Sequence):
         return "a list"
     if node.ambiguous:
-        return f"the ambiguous {node.value!r}"
+        return f"the ambiguous {quoted(node.value)}"
     if node.value is None:
         return "nothing (null)"
     if isinstance(node.value, bool):
         return str(node.value).lower()
     if isinstance(node.value, str):
-        return repr(node.value if len(node.value) <= 60 else node.value[:57] + "...")
-    return f"the number {node.value!r}"
+        return quoted(node.value)
+    return f"the number {quoted(node.value)}"
 
 
 def _scalar(event: Any, line: int, column: int) -> Scalar:
@@ -195,7 +189,10 @@ def _scalar(event: Any, line: int, column: int) -> Scalar:
         )
     try:
         if _INT.fullmatch(text):
-            return Scalar(int(text, 0), line, column)
+            whole = int(text, 0)
+            if whole.bit_length() > MAX_BITS:
+                return Scalar(text, line, column, "a number must fit float64")
+            return Scalar(whole, line, column)
     except ValueError:  # misplaced underscores, or more digits than Python converts
         return Scalar(text, line, column, "write a plain number, or quote it")
     if _FLOAT.fullmatch(text):

@@ -88,6 +88,15 @@ def test_a_required_module_that_is_missing_is_named_with_what_to_do(write: Write
     )
 
 
+def test_a_required_module_of_python_itself_is_not_something_to_install(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = one(write, "target: 'json:C', requires: [tkinter]")
+    monkeypatch.setitem(sys.modules, "tkinter", None)  # type: ignore[arg-type]
+    said = unavailable(registry, VariantUnavailable)
+    assert said == "needs the module 'tkinter', which belongs to Python itself and is not part of this one"
+
+
 def test_a_required_module_is_looked_for_and_not_imported(install: Install, write: Write) -> None:
     install("stranger-kernels", "stranger_kernels", {"__init__.py": "raise SystemExit"}, entry_points="[x]\n")
     assert one(write, "target: 'json:C', requires: [stranger_kernels]").info("x").unavailable is None

@@ -193,6 +193,85 @@ def test_a_disabled_distribution_is_not_read(install: Install, monkeypatch: pyte
     assert [f.problem for f in registry.files] == [DISABLED]
 
 
+def put(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something at `path` that cannot be read as a registry file."""
+    if sys.platform == "win32" and kind not in ("folder", "no permission"):
+        pytest.skip("pipes and devices with a path are POSIX's, and making a link needs a privilege here")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless device":
+        path.symlink_to("/dev/zero")
+    elif kind == "broken link":
+        path.symlink_to(path.parent / "gone.yaml")
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    else:
+        path.write_text(row("secret"), encoding="utf-8")
+        path.chmod(0)
+        real = open
+
+        def refuse(
+            file: object, *rest: object, **named: object
+        ) -> object:  # root may read everything: it is played
+            if str(file) == str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(file, *rest, **named)  # type: ignore[call-overload]
+
+        monkeypatch.setattr("builtins.open", refuse)
+
+
+BAD = {
+    "folder": "expected a YAML file, got a folder; name the file in it",
+    "pipe": "expected a regular file, got a pipe, socket or device",
+    "endless device": "expected a regular file, got a pipe, socket or device",
+    "broken link": "it is a link to ",
+    "link to itself": "cannot be read: ",
+    "no permission": "no permission to read this file",
+}
+
+
+@pytest.mark.usefixtures("nothing_built_in")
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("layer", ["package", "user", "project"])
+def test_a_found_file_that_cannot_be_read_is_one_sentence_and_the_other_layers_work(
+    install: Install, home: Path, project: Path, monkeypatch: pytest.MonkeyPatch, layer: str, kind: str
+) -> None:
+    folder = install("stranger-one", "stranger_one", {})
+    places = {
+        "package": folder / "registry.yaml",
+        "user": home / "registry.yaml",
+        "project": project / "attnlab.yaml",
+    }
+    for name, path in places.items():
+        if name != layer:
+            path.write_text(row(name), encoding="utf-8")
+    bad = places[layer]
+    put(kind, bad, monkeypatch)
+    registry = Registry.default()
+    assert registry.names() == sorted(set(places) - {layer})
+    assert len(registry.problems) == 1
+    assert registry.problems[0].startswith(f"{bad}: {BAD[kind]}")
+    assert registry.problems[0].count(f"{bad}:") == 1
+    assert "\n" not in registry.problems[0]
+
+
+@pytest.mark.usefixtures("nothing_built_in", "home", "project")
+@pytest.mark.parametrize("kind", BAD)
+def test_a_named_file_that_cannot_be_read_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from attnlab.errors import RegistryFileError
+
+    bad = tmp_path / "bad.yaml"
+    put(kind, bad, monkeypatch)
+    with pytest.raises(RegistryFileError) as caught:
+        Registry.from_files(bad)
+    assert str(caught.value).startswith(f"{bad}: {BAD[kind]}")
+    assert str(caught.value).count(f"{bad}:") == 1
+
+
 def test_the_packaged_file_wins_over_the_root_of_a_checkout(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

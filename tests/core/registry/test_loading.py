@@ -11,7 +11,7 @@ import pytest
 
 import attnlab
 from attnlab.errors import InvalidInput, PluginError, RegistryFileError, VariantUnavailable
-from attnlab.registry import Registry
+from attnlab.registry import Registry, loading
 from attnlab.registry.trust import trust
 
 Write = Callable[[str, str], Path]
@@ -147,8 +147,8 @@ def test_a_class_that_takes_anything_is_given_what_its_row_lists(make: Callable[
         make("target: 'code/mean.py:Greedy'").create("x", **DIMS, whatever=1)
 
 
-def test_an_error_of_the_class_itself_passes_unchanged(make: Callable[..., Registry]) -> None:
-    with pytest.raises(InvalidInput, match=r"^mean: mode 'own' is refused by the class itself$"):
+def test_an_error_of_the_class_itself_passes_under_the_registry_name(make: Callable[..., Registry]) -> None:
+    with pytest.raises(InvalidInput, match=r"^x: mode 'own' is refused by the class itself$"):
         make().create("x", **DIMS, mode="own")
     with pytest.raises(InvalidInput, match="num_heads must be an int of 1 or more"):
         make().create("x", num_heads=0, head_dim=4)
@@ -193,7 +193,14 @@ def test_a_target_that_is_no_variant_is_a_plugin_error(
     ("source", "error", "words"),
     [
         ("import no_such_thing.part", VariantUnavailable, "ModuleNotFoundError: No module named 'no_such_thing'; install 'no_such_thing', which it imports"),
-        ("from json import no_such", VariantUnavailable, "a package that it imports is missing or of another version"),
+        ("from json import no_such", VariantUnavailable, "a package that it imports is missing, broken or of another version; see `attnlab doctor`"),
+        ("import json.no_such", VariantUnavailable, "'json' belongs to Python itself, and this Python lacks 'json.no_such'"),
+        ("import pluggy.no_such", VariantUnavailable, "'pluggy' is installed and has no 'pluggy.no_such'; install a version of it that has"),
+        ("import attnlab.no_such", VariantUnavailable, "this attnlab has no module 'attnlab.no_such'; install a release of the plugin that is made for it"),
+        ("from . import helper", VariantUnavailable, "a file that is named by its path belongs to no package; put both into a package"),
+        ("import beside", VariantUnavailable, "'beside' lies beside the target, whose folder is not on Python's path; put both into a package"),
+        ("import beside_too.part", VariantUnavailable, "'beside_too' lies beside the target"),
+        ("import attnlab; raise attnlab.VariantUnavailable('get a licence')", VariantUnavailable, "VariantUnavailable: get a licence$"),
         ("def broken(:", PluginError, r"SyntaxError: invalid syntax \(plug\.py, line 1\); the plugin is broken"),
         ("raise RuntimeError('no GPU\\nhere')", PluginError, "RuntimeError: no GPU here; the plugin is broken"),
         ("raise SystemExit(3)", PluginError, "SystemExit: 3; the plugin is broken"),
@@ -206,6 +213,8 @@ def test_a_plugin_that_cannot_be_imported_says_why_and_the_cause_is_chained(
     write: Write, source: str, error: type[Exception], words: str
 ) -> None:
     write("plug.py", source)
+    write("beside.py", "")
+    write("beside_too/part.py", "")
     file = write("reg.yaml", f"{HEAD}  x: {{target: 'plug.py:C'}}\n  y: {{target: 'json:C'}}\n")
     registry = Registry.from_files(file)
     before = set(sys.modules)
@@ -218,6 +227,69 @@ def test_a_plugin_that_cannot_be_imported_says_why_and_the_cause_is_chained(
         "nothing half-imported stays"
     )
     assert registry.info("y").unavailable is None
+
+
+def test_a_part_that_the_plugins_own_package_lacks_is_not_something_to_install(
+    install: Callable[..., Path], write: Write
+) -> None:
+    install("stranger-half", "stranger_half", {"attn.py": "import stranger_half.kernels"})
+    registry = Registry.from_files(write("r.yaml", f"{HEAD}  x: {{target: 'stranger_half.attn:C'}}\n"))
+    with pytest.raises(VariantUnavailable) as caught:
+        registry.create("x", **DIMS)
+    said = str(caught.value)
+    assert said.endswith(
+        "there is no module 'stranger_half.kernels': reinstall 'stranger_half', or correct the name"
+    )
+    assert "pip install" not in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "hint"),
+    [
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "install 'torch', which it imports"),
+        (
+            ModuleNotFoundError("No module named 'attnlab._arguments'", name="attnlab._arguments"),
+            "there is no module 'attnlab._arguments': reinstall 'attnlab', or correct the name",
+        ),
+        (
+            ModuleNotFoundError("No module named '_ctypes'", name="_ctypes"),
+            "'_ctypes' belongs to Python itself",
+        ),
+        (ImportError("cannot import name 'x' from 'torch'", name="torch"), "see `attnlab doctor`"),
+        (OSError("libcublas.so.12: cannot open shared object file"), "see `attnlab doctor`"),
+        (RuntimeError("operator torchvision::nms does not exist"), "see `attnlab doctor`"),
+    ],
+    ids=[
+        "no torch",
+        "attnlab in pieces",
+        "Python in pieces",
+        "old torch",
+        "torch in pieces",
+        "torch that raises",
+    ],
+)
+def test_what_attnlab_itself_cannot_import_is_told_truthfully(
+    make: Callable[..., Registry], monkeypatch: pytest.MonkeyPatch, fault: Exception, hint: str
+) -> None:
+    import builtins
+
+    plain, plain_exists = builtins.__import__, loading.exists
+
+    def without(name: str, *rest: Any, **named: Any) -> Any:
+        if name == "attnlab.interface":
+            raise fault
+        return plain(name, *rest, **named)
+
+    registry = make()
+    monkeypatch.setattr(loading, "exists", lambda module: module != "torch" and plain_exists(module))
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(VariantUnavailable) as caught:
+        registry.create("x", **DIMS)
+    said = str(caught.value)
+    assert said.startswith(f"x: attnlab.interface cannot be imported: {type(fault).__name__}: {fault}; ")
+    assert hint in said
+    assert "install attnlab." not in said
+    assert caught.value.__cause__ is fault
 
 
 def test_an_interrupt_passes(write: Write) -> None:

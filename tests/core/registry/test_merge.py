@@ -204,6 +204,23 @@ def test_a_bad_preset_is_spoiled_where_found_and_raised_where_named(
         Registry.from_files(project)
 
 
+def test_a_huge_option_of_a_preset_or_its_parent_is_cut_in_the_message(write: Write) -> None:
+    huge = "x" * 400_000
+    for default, value in (("3", huge), (huge, "3"), ("3", f"[{huge}]")):
+        rows = f"  w: {{target: 'm:C', options: {{a: {default}}}}}\n  p: {{extends: w, options: {{a: {value}}}}}\n"
+        with pytest.raises(RegistryFileError) as caught:
+            Registry.from_files(write("a.yaml", HEAD + rows))
+        assert "variants.p.options.a: expected " in str(caught.value)
+        assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["x" * 900_000, ["x"] * 90_000, 10**5000], ids=["text", "list", "number"])
+def test_a_huge_name_is_cut_in_the_message(write: Write, name: object) -> None:
+    with pytest.raises(UnknownVariant) as caught:
+        Registry.from_files(write("a.yaml", HEAD + row("x"))).info(name)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300
+
+
 def test_a_preset_may_set_an_option_to_null_or_to_another_kind_of_number(write: Write) -> None:
     presets = "  p: {extends: window, options: {right: 0.5, mode: null, left: text}}\n"
     info = Registry.from_files(write("a.yaml", HEAD + BASE + presets)).info("p")

@@ -172,6 +172,85 @@ def test_a_broken_field_spoils_its_row_with_place_path_and_reason(fields: str, e
     assert expected in found
 
 
+HUGE = "x" * 900_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        f"target: {HUGE}",
+        f"target: m:{HUGE}",
+        f"target: '{'a.' * 300}-:C'",
+        f"target: 'm:C'\nfamily: {HUGE}",
+        f"target: 'm:C'\nformula: {HUGE}",
+        f"target: 'm:C'\nsummary: {HUGE}",
+        f"target: 'm:C'\nsource: '{'many words ' * 9000}'",
+        f"target: 'm:C'\nhf_name: {HUGE}",
+        f"target: 'm:C'\nrequires: [{HUGE}]",
+        f"target: 'm:C'\ncapabilities: [{HUGE}]",
+        f"target: 'm:C'\ncapabilities: {HUGE}",
+        f"target: 'm:C'\nreplaces: {HUGE}",
+        f"target: 'm:C'\nreplaces: 0{'1' * 900}",
+        f"target: 'm:C'\napi_version: {HUGE}",
+        f"target: 'm:C'\napi_version: 0x{'f' * 90_000}",
+        f"target: 'm:C'\napi_version: {'9' * 4000}",
+        f"target: 'm:C'\n{HUGE[:1000]}: 1",
+        f"target: 'm:C'\n? {HUGE}\n: 1",
+        f"target: 'm:C'\noptions: {{{HUGE[:1000]}: 1}}",
+        f"target: 'm:C'\noptions: {{a: '{'1' * 90_000}'}}",
+        f"target: 'm:C'\noptions: {{a: 0{'1' * 90_000}}}",
+        f"target: 'm:C'\noptions: {{a: 0x{'f' * 90_000}}}",
+        f"target: 'm:C'\noptions: {{a: {{{HUGE[:1000]}: off}}}}",
+        f"extends: {HUGE}",
+    ],
+    ids=lambda fields: fields.replace("\n", " ")[:40],
+)
+def test_a_huge_value_is_cut_in_the_message_wherever_it_stands(fields: str) -> None:
+    found = fault_of(fields)
+    assert found.startswith("reg.yaml:")
+    assert "\n" not in found
+    assert len(found) < 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"version: {HUGE}\nvariants: {{}}\n",
+        f"version: {'9' * 300}\nvariants: {{}}\n",
+        f"version: 1\n? {HUGE}\n: 1\nvariants: {{}}\n",
+        f"version: 1\nvariants: {HUGE}\n",
+        f"version: &{HUGE} 1\n",
+        f"version: !{HUGE} 1\n",
+        f"version: !a{HUGE}!b 1\n",
+        f"version: *{HUGE}\n",
+    ],
+    ids=lambda text: text.replace("\n", " ")[:24],
+)
+def test_a_huge_value_around_the_rows_is_cut_in_the_message(text: str) -> None:
+    with pytest.raises(RegistryFileError) as caught:
+        read(text)
+    assert str(caught.value).startswith("reg.yaml:")
+    assert len(str(caught.value)) < 400
+
+
+def test_a_variants_name_may_have_sixty_characters_and_no_more() -> None:
+    rows, faults = read(
+        f"version: 1\nvariants:\n  {'x' * 60}: {{target: 'm:C'}}\n  {'y' * 61}: {{target: 'm:C'}}\n"
+    )
+    assert [row.name for row in rows] == ["x" * 60]
+    assert (
+        "a variant's name is lower-case letters, digits and underscores, a letter first, 60 at most"
+        in faults[0]
+    )
+
+
+def test_a_whole_number_that_float64_cannot_hold_is_no_option_value() -> None:
+    assert "a number must fit float64" in fault_of(f"target: m:C\noptions: {{a: {'9' * 310}}}")
+    assert rows_of(f"x: {{target: 'm:C', options: {{a: {'9' * 300}}}}}")["x"].facts["options"] == {
+        "a": int("9" * 300)
+    }
+
+
 @pytest.mark.parametrize("row", ["3", "text", "[a]", ""])
 def test_a_row_that_is_no_mapping_is_described(row: str) -> None:
     _, faults = read(f"version: 1\nvariants:\n  bad: {row}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,23 @@ def test_a_target_that_is_missing_is_said_in_listing_and_in_trust(clone: Path) -
     assert "the target code/mine.py cannot be read" in str(Registry.default().info("mine").unavailable)
     with pytest.raises(RegistryFileError, match=r"the target code/mine\.py cannot be read"):
         trust(clone / "attnlab.yaml")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX has the named pipes")
+def test_a_target_that_is_a_pipe_is_refused_rather_than_waited_for(clone: Path) -> None:
+    (clone / "code" / "mine.py").unlink()
+    os.mkfifo(clone / "code" / "mine.py")
+    assert "got a pipe, socket or device" in str(Registry.default().info("mine").unavailable)
+    with pytest.raises(RegistryFileError, match=r"the target code/mine\.py cannot be read: .*got a pipe"):
+        trust(clone / "attnlab.yaml")
+    assert Registry.default().info("fine").unavailable is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX has the named pipes")
+def test_a_store_that_is_a_pipe_vouches_for_nothing(clone: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    os.mkfifo(tmp_path / "home" / "trust.json")
+    assert asks(clone / "attnlab.yaml")
 
 
 def test_trusting_what_is_no_registry_file_is_one_sentence(tmp_path: Path, write: Write) -> None:

@@ -210,8 +210,14 @@ def test_a_missing_file_is_named_as_missing(tmp_path: Path) -> None:
         read_file(tmp_path / "nope.yaml")
 
 
+def test_a_path_that_is_too_long_is_cut_in_the_message(tmp_path: Path) -> None:
+    with pytest.raises(RegistryFileError) as caught:
+        read_file(tmp_path / ("x" * 90_000))
+    assert len(str(caught.value)) < 1200
+
+
 def test_a_path_that_no_system_could_have_is_one_sentence() -> None:
-    with pytest.raises(RegistryFileError, match="cannot be read"):
+    with pytest.raises(RegistryFileError, match="no file can have this path"):
         read_file(Path("a\0b.yaml"))
 
 
