@@ -11,6 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnlab_evaluations.costs import forward_cost
+from attnlab_evaluations.estimates import sizes
 from attnlab_evaluations.problems import Calls, Part
 
 SCALARS = 20_000_000
@@ -36,18 +38,42 @@ def worst_error(calls: Calls, *, budget: int = SCALARS) -> float:
 
 
 def _part_error(calls: Calls, n: int, budget: int) -> float:
-    part = calls.parts[n]
     with torch.no_grad():
         out = calls.one(n)
-    batch, heads, length, width = part.query.shape
-    # A recurrence's definition keeps a whole state for each judged row, a score's one vector for each pair.
-    held = width * part.value.shape[3] if calls.instances[n].family == "recurrent" else width
-    rows = rows_of(length, batch * heads * part.key.shape[2] * held, budget)
+    rows = judged_rows(calls, n, budget)
     wanted = definition_rows(calls, n, rows)
     difference = (out[:, :, rows.to(out.device)].double().cpu() - wanted).abs()
     if difference.isnan().any():
         return float("nan")
     return float(difference.max()) if difference.numel() else 0.0
+
+
+def judged_rows(calls: Calls, n: int, budget: int = SCALARS) -> Tensor:
+    """The query rows of part `n` that are judged."""
+    part = calls.parts[n]
+    batch, heads, length, width = part.query.shape
+    # A recurrence's definition keeps a whole state for each judged row, a score's one vector for each pair.
+    held = width * part.value.shape[3] if calls.instances[n].family == "recurrent" else width
+    return rows_of(length, batch * heads * part.key.shape[2] * held, budget)
+
+
+def definition_bytes(calls: Calls, budget: int = SCALARS) -> int:
+    """About the bytes that judging takes in float64, rather more than less.
+
+    Keys and values three times, three states a judged row of a recurrence, and five numbers a judged pair:
+    five vectors of hidden units where the score has such, or where the formula is not known. Measured from
+    128 to 64k tokens, each definition of attnlab's own stays below.
+    """
+    most = 0
+    for n, (part, instance) in enumerate(zip(calls.parts, calls.instances, strict=True)):
+        batch, heads, _, width = part.query.shape
+        keys, rows = part.key.shape[2], len(judged_rows(calls, n, budget))
+        cost = forward_cost(instance.formula, **sizes(part), pairs=1, causal=False, options=instance.options)
+        a_pair = width if cost is None else max(1, cost.special // (batch * heads))
+        copies = 3 * keys * (part.key.shape[3] + part.value.shape[3])
+        states = 3 * rows * width * part.value.shape[3] if instance.family == "recurrent" else 0
+        most = max(most, 8 * batch * heads * (copies + states + 5 * rows * keys * a_pair))
+    return most
 
 
 def definition_rows(calls: Calls, n: int, rows: Tensor) -> Tensor:
@@ -57,7 +83,7 @@ def definition_rows(calls: Calls, n: int, rows: Tensor) -> Tensor:
     part, instance = _on_cpu(calls.parts[n]), calls.instances[n]
     gates = calls.gates[n]
     batch = part.query.shape[0]
-    visible = part.visible()[:, :, rows]
+    visible = part.visible(rows)
     with torch.no_grad():
         found = definition_of(instance)(
             part.query[:, :, rows].double(),

@@ -27,9 +27,9 @@ class Budget:
         return max(0.0, self._end - self._clock())
 
     def take(self, group: Hashable) -> float:
-        """The seconds that `group` may time for; its weight leaves the pool."""
+        """The seconds that `group` may time for; its weight (0 where it has none) leaves the pool."""
         total = sum(self._weights.values())
-        weight = self._weights.pop(group)
+        weight = self._weights.pop(group, 0.0)
         share = TIMED * self.left * weight / total if total > 0 else 0.0
         return max(share, min(LEAST, self.left))
 

@@ -10,7 +10,8 @@ import torch
 
 from attnlab import AttnlabError
 from attnlab_evaluations import memory
-from attnlab_evaluations.accuracy import worst_error
+from attnlab_evaluations.accuracy import definition_bytes, worst_error
+from attnlab_evaluations.beforehand import Ruled, refusals, ruled_out
 from attnlab_evaluations.budget import Budget
 from attnlab_evaluations.estimates import Estimates, operations
 from attnlab_evaluations.gate import Verdict
@@ -56,24 +57,21 @@ class Cells:
             for phase in PHASES:
                 self.budget.skip(self._group(problem, phase))
             return
-        progress.say(f"{self.workload}: {place}: inputs")
-        try:
-            parts = problem.build()
-        except Exception as error:
-            if not memory.is_out_of_memory(error):
-                raise
-            for name in names:
-                for metric in wanted:
-                    self._put(problem, name, metric, *_fault(error))
+        ruled = ruled_out(problem, names, self.estimates, seed=self.seed, left=self.budget.left)
+        if ruled is None:
+            progress.say(f"{self.workload}: {place}: inputs")
+            ruled, able = self._prepared(problem, names)
+        else:
+            able = {}
+        for name, reason in ruled.items():
+            for metric in wanted:
+                self._put(
+                    problem, name, metric, reason.status, detail=reason.detail, expected=reason.expected
+                )
+        if not able:
             for phase in PHASES:
                 self.budget.skip(self._group(problem, phase))
             return
-        calls = {n: prepare(n, parts, seed=self.seed, random_gates=problem.random_gates) for n in names}
-        for name, found in calls.items():
-            if found.refusal is not None:
-                for metric in wanted:
-                    self._put(problem, name, metric, "unsupported", detail=found.refusal)
-        able = {n: c for n, c in calls.items() if c.refusal is None}
         if problem.moves is not None:  # where weights would matter, say that they are only seeded
             self._untrained = {n for n, c in able.items() if c.learned}
         for phase in PHASES:
@@ -90,6 +88,30 @@ class Cells:
             if problem.moves is not None:
                 progress.say(f"{self.workload}: {place}: {name} in every layer")
                 self._simple(problem, name, found, "moves", lambda c=found: problem.moves(c.instances))  # type: ignore[misc]
+
+    def _prepared(self, problem: Problem, names: Sequence[str]) -> tuple[dict[str, Ruled], dict[str, Calls]]:
+        """The variants that cannot be called on the built inputs, with the reason, and those that can."""
+        ruled: dict[str, Ruled] = {}
+        able: dict[str, Calls] = {}
+        try:
+            parts = problem.build()
+        except Exception as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            return {name: Ruled(*_fault(error)) for name in names}, {}
+        for name in names:
+            try:
+                found = prepare(name, parts, seed=self.seed, random_gates=problem.random_gates)
+            except Exception as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                ruled[name] = Ruled(*_fault(error))
+                continue
+            if found.refusal is None:
+                able[name] = found
+            else:
+                ruled[name] = Ruled("unsupported", found.refusal)
+        return ruled, able
 
     # -- bookkeeping
 
@@ -142,6 +164,10 @@ class Cells:
             return
         if self._too_much(problem, name, "forward", metric):
             return
+        lack = self.estimates.lacking(definition_bytes(calls)) if metric == "error" else None
+        if lack is not None:
+            self._put(problem, name, metric, *lack)
+            return
         try:
             value = work()
         except Exception as error:
@@ -180,20 +206,22 @@ class Cells:
 
     def _time(self, problem: Problem, phase: str, able: Mapping[str, Calls]) -> None:
         seconds = self.budget.take(self._group(problem, phase))
-        missing = [n for n in able if self._get(problem, n, phase) is None]
-        null_wanted = REFERENCE in able and self._get(problem, NULL, phase) is None
-        for name in list(missing):
-            reason = self.estimates.refusal(problem, phase, name, able[name])
-            if reason:
-                self._put(problem, name, phase, *reason)
-                missing.remove(name)
+        always = [REFERENCE, NULL] if REFERENCE in able else []  # whatever else is missing
+        wanted = [n for n in dict.fromkeys([*always, *able]) if self._get(problem, n, phase) is None]
+        if not wanted:
+            return
+        refused = refusals(problem, phase, able, [*always, *wanted], self.estimates)
+        for name, reason in refused.items():
+            self._put(problem, name, phase, *reason)
+        missing = [n for n in wanted if n not in refused and n != NULL]
+        null_wanted = NULL in wanted and NULL not in refused
         if not missing and not null_wanted:
             return
-        reference = REFERENCE if REFERENCE in able else missing[0]
+        reference = REFERENCE if REFERENCE in able and REFERENCE not in refused else missing[0]
         names = list(dict.fromkeys([reference, *missing]))
         timed: dict[str, Callable[[], object]] = {n: getattr(able[n], phase) for n in names}
         always = [reference]
-        if reference == REFERENCE:
+        if reference == REFERENCE and NULL not in refused:
             # the same mathematics under another name, with an instance of its own
             twin = prepare(
                 REFERENCE, able[REFERENCE].parts, seed=self.seed, random_gates=problem.random_gates

@@ -7,13 +7,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 import attnlab
 from attnlab import InvalidInput
-from attnlab_evaluations import provenance, records, rows, tables
+from attnlab_evaluations import folders, memory, provenance, records, rows, tables
 from attnlab_evaluations.budget import Budget
 from attnlab_evaluations.cells import Cells
 from attnlab_evaluations.estimates import Estimates
@@ -42,6 +43,7 @@ def run_compare(
     _check_device(settings.device)
     before = torch.get_num_threads()
     progress = Progress()
+    made = folders.make(settings.out)
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -51,16 +53,17 @@ def run_compare(
         return run.report()
     except KeyboardInterrupt:
         progress.done()
-        kept = settings.out / "results.jsonl"
-        if kept.exists():
-            print(
-                f"interrupted; finished cells are kept in {kept}; go on with: {settings.resume_command()}",
-                file=sys.stderr,
-            )
+        if folders.holds_run(settings.out):
+            said = f"finished cells are kept in {settings.out / folders.RESULTS}; go on with: {settings.resume_command()}"
         else:
-            print("interrupted before anything was measured", file=sys.stderr)
+            said = "nothing was measured yet and nothing was kept"
+        print(f"interrupted; {said}", file=sys.stderr)
         return 130
     finally:
+        if not folders.holds_run(settings.out):  # no records: no run
+            with suppress(OSError):
+                (settings.out / "provenance.json").unlink()
+            folders.unmake(made)
         gc.unfreeze()
         progress.done()
         torch.set_num_threads(before)
@@ -83,13 +86,7 @@ class _Run:
         self.notes: list[str] = []
         self.verdicts: dict[str, Verdict] = {}
         self.used: dict[str, Any] = {}
-        try:
-            settings.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInput(
-                f"--out: cannot make the folder {settings.out}: {error.strerror}; choose another"
-            ) from None
-        self.records = Records(settings.out / "results.jsonl")
+        self.records = Records(settings.out / folders.RESULTS)
         self.seen: list[str] = []  # keys of this run, old and new: a resumed folder may hold stale cells too
         variant_identity.cache_clear()  # a process may run twice, with a variant edited in between
         self.identity = Identity(provenance.key_inputs(self.facts), settings.seed, settings.device)
@@ -113,7 +110,8 @@ class _Run:
         self.used = {w.name: {"version": w.version, **facts} for w, _, facts in ready}
         gc.collect()
         gc.freeze()  # the collections before each timing then skip what the libraries hold: 0.1 s each
-        budget = Budget(self.settings.budget, _weights(ready), self.clock)
+        room = memory.free_bytes(self.settings.device)
+        budget = Budget(self.settings.budget, _weights(ready, room), self.clock)
         for workload, problems, facts in ready:
             cells = Cells(
                 workload=workload.name,
@@ -179,7 +177,7 @@ class _Run:
     def _write_provenance(self, null: str = "not finished") -> None:
         described = {
             "schema": records.SCHEMA_VERSION,
-            "settings": {k: str(v) if k == "out" else v for k, v in vars(self.settings).items()},
+            "settings": self.settings.recorded(),
             "workloads": self.used,
             "null_control": null,
             **self.facts,
@@ -188,8 +186,13 @@ class _Run:
         records.write_text(self.settings.out / "provenance.json", text)
 
 
-def _weights(ready: Sequence[tuple[Workload, Sequence[Problem], Any]]) -> dict[Any, float]:
-    """Each timing group's share: the workload's, split by length, causality and phase."""
+def _weights(
+    ready: Sequence[tuple[Workload, Sequence[Problem], Any]], room: int | None = None
+) -> dict[Any, float]:
+    """Each timing group's share: the workload's, split by length, causality and phase.
+
+    A problem whose inputs alone need more than `room` bytes takes no time, so it gets none of the others'.
+    """
     weights: dict[Any, float] = {}
     for workload, problems, _ in ready:
         raw = {
@@ -197,6 +200,7 @@ def _weights(ready: Sequence[tuple[Workload, Sequence[Problem], Any]]) -> dict[A
             * (1.0 if phase == "forward" else 3.5)
             * (0.6 if problem.coordinates.get("causal") else 1.0)
             for problem in problems
+            if room is None or (problem.input_bytes or 0) <= room
             for phase in PHASES
         }
         total = sum(raw.values()) or 1.0

@@ -43,25 +43,36 @@ class Estimates:
                 "bytes"
             ]
 
-    def refusal(self, problem: Problem, phase: str, name: str, calls: Calls) -> tuple[str, str] | None:
-        """`(status, detail)` where memory would not do, or the backward is not declared; else None."""
+    def refusal(
+        self, problem: Problem, phase: str, name: str, calls: Calls, *, beside: float = 0
+    ) -> tuple[str, str] | None:
+        """`(status, detail)` where memory would not do, or the backward is not declared; else None.
+
+        `beside` are bytes that will be taken before the call and are not yet.
+        """
         if phase != PHASES[0]:
             reasons = calls.instances[0].supports(calls.parts[0].request(calls.instances[0], backward=True))
             if reasons:
                 return "unsupported", "; ".join(map(str, reasons))
-        need, room = self.extra_bytes(problem, phase, name, calls), self.free(self.device)
-        if room is not None and need > room:
-            return "out of memory", f"needs about {need / 2**30:.3g} GiB, {room / 2**30:.3g} GiB are free"
-        return None
+        return self.lacking(self.extra_bytes(problem, phase, name, calls) + beside)
+
+    def lacking(self, need: float, what: str = "needs", device: str | None = None) -> tuple[str, str] | None:
+        """`("out of memory", detail)` where `need` bytes are more than are free on the device; else None."""
+        room = self.free(self.device if device is None else device)
+        if room is None or need <= room:
+            return None
+        return "out of memory", f"{what} about {gibibytes(need)}, {gibibytes(room)} are free"
 
     def extra_bytes(self, problem: Problem, phase: str, name: str, calls: Calls) -> float:
         """The bytes that one call takes beyond its inputs."""
+        linear = calls.instances[0].capabilities.linear_memory
         known = costs.extrapolate(
-            self._seen.get(_series(problem, name, f"memory_{phase}"), {}), problem.length, default=2.0
+            self._seen.get(_series(problem, name, f"memory_{phase}"), {}),
+            problem.length,
+            default=1.0 if linear else 2.0,
         )
         if known:
             return known
-        linear = calls.instances[0].capabilities.linear_memory
         guesses = [
             costs.memory_estimate(**sizes(p), linear_memory=linear, backward=phase != PHASES[0])
             for p in calls.parts
@@ -80,6 +91,12 @@ class Estimates:
             return forward * (1 + costs.BACKWARD_FACTOR)
         cost = operations(calls, phase) if calls is not None else None
         return 0.0 if cost is None else cost[0] / (self.peak_gflops * 1e9) + cost[1] / SPECIAL_PER_SECOND
+
+
+def gibibytes(count: float) -> str:
+    """Bytes for people: `0.5 GiB`, `76.3 GiB`, `12,288 GiB`."""
+    size = count / 2**30
+    return f"{size:.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"
 
 
 def growth(calls: Calls | None) -> float:

@@ -32,9 +32,10 @@ def attnlab_workloads() -> list[Any]:
 
 def _run(args: Namespace) -> int:
     if args.targets:
+        goals = settings.settle_targets(args)
         from attnlab_evaluations.targets import run_targets
 
-        return run_targets(args)
+        return run_targets(goals)
     offered = {w.name: w for w in plugin_manager().gather("attnlab_workloads")}
     chosen = settings.settle(args, list(offered))
     from attnlab_evaluations.compare import run_compare

@@ -26,7 +26,7 @@ class Progress:
         """Show `text` instead of the line before."""
         if not self.shown:
             return
-        room = max(20, shutil.get_terminal_size().columns - 1)
+        room = max(1, shutil.get_terminal_size().columns - 1)  # a wrapped line could not replace itself
         line = f"[{self._clock() - self._began:4.0f} s] {text}"[:room]
         encoding = getattr(self.stream, "encoding", None) or "ascii"
         line = line.encode(encoding, "replace").decode(encoding)

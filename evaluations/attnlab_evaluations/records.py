@@ -20,6 +20,8 @@ SCHEMA_VERSION = 1
 STATUS = ("ok", "wrong", "unsupported", "out of memory", "over budget", "not trained")
 """Every cell has one of these words; a cell that is not `ok` or `not trained` has a reason too."""
 OVER = "over budget"
+OPEN = (OVER, "out of memory")
+"""What more time, or memory that is free again, may change: the next run tries such a cell anew."""
 
 
 def key_of(inputs: Mapping[str, Any]) -> str:
@@ -31,7 +33,7 @@ def key_of(inputs: Mapping[str, Any]) -> str:
 def clean(value: Any) -> Any:
     """`value` as plain JSON data: tuples become lists, NaN and infinities null, other objects their text."""
     if isinstance(value, Mapping):
-        return {str(k): clean(v) for k, v in value.items()}
+        return {clean(str(k)): clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
         return [clean(v) for v in items]
@@ -47,7 +49,7 @@ def clean(value: Any) -> Any:
 class Records:
     """The records of one run folder. Opening reads what is there; a torn last line is cut off.
 
-    Cells that were over budget do not count as finished when they are read back.
+    Cells that lacked time or memory do not count as finished when they are read back.
 
     Raises `InvalidInput` for a line in the middle that is not a record, or one of another schema.
     """
@@ -80,7 +82,7 @@ class Records:
                     f"{self.path}:{number}: expected schema {SCHEMA_VERSION}, got {record['schema']!r}; it "
                     "was written by another version of attnlab: choose another --out"
                 )
-            if record["status"] == OVER:  # not finished: this run may have more time
+            if record["status"] in OPEN:
                 self._by_key.pop(record["key"], None)
             else:
                 self._by_key[record["key"]] = record
@@ -126,7 +128,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line.decode("utf-8"))
     except ValueError:  # covers broken UTF-8 and broken JSON
         return None
-    return record if isinstance(record, dict) and {"schema", "key", "status"} <= set(record) else None
+    if not isinstance(record, dict) or "schema" not in record:
+        return None
+    return record if isinstance(record.get("key"), str) and isinstance(record.get("status"), str) else None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,11 +15,20 @@ from typing import Any
 import attnlab
 from attnlab import InvalidInput, UnknownVariant
 from attnlab.errors import nearest
+from attnlab_evaluations import folders
 
 REFERENCE = "dot_product"
-RUNS = Path("attnlab-runs")
 LENGTHS = (256, 512, 1024, 2048, 4096)
 BUDGET = 220.0
+MOST_SEED = 2**32 - 1
+MOST_LENGTH = 2**31 - 1
+MOST_THREADS = 1024
+"""OpenMP ends the process where the system grants no more threads, and nobody can catch that."""
+WRITTEN = ("table.md", "table.csv", "provenance.json")
+"""What a run puts beside its records."""
+TARGETS_WRITTEN = ("targets.json", "targets.md")
+TARGETS_IGNORE = ("variants", "workloads", "resume", "lengths", "device")
+"""The options that say nothing about attnlab's own goals."""
 EXAMPLES = """\
 examples:
   attnlab compare                                         every variant that is not a preset, both workloads
@@ -47,23 +56,35 @@ class Settings:
     device: str = "cpu"
     form: str = "table"
     resume: bool = False
+    registry: tuple[str, ...] = ()
+
+    def recorded(self) -> dict[str, Any]:
+        """What provenance keeps: no folder or file names, which may hold a person's."""
+        return {k: v for k, v in vars(self).items() if k not in ("out", "registry")}
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
-        words = [
-            "attnlab",
-            "compare",
-            "--out",
-            str(self.out),
-            "--resume",
-            "--variants",
-            ",".join(self.variants),
-        ]
+        out = str(self.out)
+        out = os.path.join(os.curdir, out) if out.startswith("-") else out  # else it reads as an option
+        words = ["attnlab", "compare", "--out", out, "--resume", "--variants", ",".join(self.variants)]
         words += ["--workloads", ",".join(self.workloads), "--seed", str(self.seed)]
         words += ["--lengths", ",".join(map(str, self.lengths)), "--budget", f"{self.budget:g}"]
         words += ["--threads", str(self.threads)] if self.threads else []
         words += ["--device", self.device] if self.device != "cpu" else []
+        words += ["--format", self.form] if self.form != "table" else []
+        words += [word for file in self.registry for word in ("--registry", file)]
         return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """What `--targets` was asked to do, with everything checked."""
+
+    budget: float = BUDGET
+    seed: int = 0
+    threads: int | None = None
+    out: Path | None = None
+    form: str = "table"
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -77,7 +98,7 @@ def configure(parser: ArgumentParser) -> None:
         help="names or patterns, or 'all'; default: every row that is not a preset",
     )
     add("--workloads", metavar="A,B", help="minilm, sweep, or a plugin's; default: all")
-    add("--out", metavar="DIR", help=f"the run folder; default: {RUNS}/<time>")
+    add("--out", metavar="DIR", help=f"the run folder; default: {folders.RUNS}/<time>")
     add(
         "--resume",
         action="store_true",
@@ -121,43 +142,56 @@ def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None
                 f"--workloads: no workload is called {name!r}; {nearest(name, known_workloads)}"
             )
     resume = bool(args.resume)
-    out = folder(args.out)
-    if out is None:
-        out = newest_run() if resume else RUNS / (now or datetime.now()).strftime("%Y-%m-%d-%H%M%S")
-    if not resume and (out / "results.jsonl").exists():
+    if args.out is not None:
+        out = folders.asked_for(args.out)
+    else:
+        out = folders.newest_run() if resume else folders.fresh(now or datetime.now())
+        folders.asked_for(str(out))
+    if not resume and folders.holds_run(out):
         raise InvalidInput(
             f"--out: {out} already holds a run; add --resume to go on with it, or choose another folder"
         )
-    if resume and not (out / "results.jsonl").exists():
+    if resume and not folders.holds_run(out):
         raise InvalidInput(
-            f"--resume: {out} holds no run (no results.jsonl); leave --resume out to start one"
+            f"--resume: {out} holds no run (no {folders.RESULTS}); leave --resume out to start one"
         )
+    if not resume:
+        folders.refuse_replacing(out, WRITTEN)
     return Settings(
         variants=tuple(select(args.variants)),
         workloads=tuple(dict.fromkeys(workloads)),
         out=out,
         budget=number("--budget", args.budget, float, 1),
-        seed=number("--seed", args.seed, int, 0, 2**32 - 1),
-        threads=None if args.threads is None else number("--threads", args.threads, int, 1),
+        seed=number("--seed", args.seed, int, 0, MOST_SEED),
+        threads=_threads(args.threads),
         lengths=tuple(
-            sorted({number("--lengths", n, int, 1, 2**31 - 1) for n in _words("--lengths", args.lengths)})
+            sorted({number("--lengths", n, int, 1, MOST_LENGTH) for n in _words("--lengths", args.lengths)})
         ),
         device=args.device,
         form=args.form,
         resume=resume,
+        registry=tuple(getattr(args, "registry", None) or ()),
     )
 
 
-def folder(asked: str | None) -> Path | None:
-    """The folder that `--out` names; `InvalidInput` where it cannot be one."""
-    if asked is None:
-        return None
-    if not asked.strip():
-        raise InvalidInput("--out: expected a folder, got an empty name; leave --out out for the default")
-    out = Path(asked)
-    if out.exists() and not out.is_dir():
-        raise InvalidInput(f"--out: expected a folder, got the file {out}; choose another name")
-    return out
+def settle_targets(args: Namespace) -> TargetSettings:
+    """`TargetSettings` from parsed arguments; `InvalidInput` also for options that would be ignored."""
+    parser = ArgumentParser(add_help=False)
+    configure(parser)
+    useless = [f"--{w}" for w in TARGETS_IGNORE if getattr(args, w) != parser.get_default(w)]
+    if useless:
+        has, them = ("has", "it") if len(useless) == 1 else ("have", "them")
+        raise InvalidInput(f"--targets: {' and '.join(useless)} {has} no use with it; leave {them} out")
+    out = None if args.out is None else folders.asked_for(args.out)
+    if out is not None:
+        folders.refuse_replacing(out, TARGETS_WRITTEN)
+    return TargetSettings(
+        budget=number("--budget", args.budget, float, 1),
+        seed=number("--seed", args.seed, int, 0, MOST_SEED),
+        threads=_threads(args.threads),
+        out=out,
+        form=args.form,
+    )
 
 
 def select(asked: str | None) -> list[str]:
@@ -176,16 +210,6 @@ def select(asked: str | None) -> list[str]:
     return list(dict.fromkeys([*first, *chosen]))
 
 
-def newest_run() -> Path:
-    """The last run of the default folder, by name, which is its time."""
-    runs = sorted(p.parent for p in RUNS.glob("*/results.jsonl"))
-    if not runs:
-        raise InvalidInput(
-            f"--resume: there is no run in {RUNS}{os.sep} to go on with; give its folder with --out"
-        )
-    return runs[-1]
-
-
 def number(option: str, text: str, kind: Any, least: int, most: int | None = None) -> Any:
     """`text` as an int or float of at least `least`, at most `most`; `InvalidInput` says what was expected."""
     what = "a whole number" if kind is int else "a number"
@@ -193,11 +217,16 @@ def number(option: str, text: str, kind: Any, least: int, most: int | None = Non
         value = kind(text)
     except ValueError:
         value = least - 1
+    got = repr(text if len(text) <= 40 else f"{text[:40]}...")
     if not least <= value < float("inf"):
-        raise InvalidInput(f"{option}: expected {what} of {least} or more, got {text!r}")
+        raise InvalidInput(f"{option}: expected {what} of {least} or more, got {got}")
     if most is not None and value > most:
-        raise InvalidInput(f"{option}: expected {what} of at most {most}, got {text!r}")
+        raise InvalidInput(f"{option}: expected {what} of at most {most}, got {got}")
     return value
+
+
+def _threads(text: str | None) -> int | None:
+    return None if text is None else number("--threads", text, int, 1, MOST_THREADS)
 
 
 def _words(option: str, text: str) -> list[str]:

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -21,13 +20,18 @@ import torch
 from tabulate import tabulate
 
 import attnlab
-from attnlab import InvalidInput
-from attnlab_evaluations import peers, provenance, records, settings
+from attnlab import PluginError
+from attnlab_evaluations import folders, peers, provenance, records
 from attnlab_evaluations.progress import Progress
-from attnlab_evaluations.timing import Interval, bootstrap_median, exponent, measure, paired_ratio
+from attnlab_evaluations.settings import TargetSettings
+from attnlab_evaluations.timing import MAX_ROUNDS, Interval, bootstrap_median, exponent, measure, paired_ratio
 
 CHUNKS = (64, 128, 256)
 """Chunk lengths tried for the chunked peer; attnlab is held against the fastest of the run."""
+
+
+UNMEASURED = Interval(math.nan, math.nan, math.nan)
+NO_TIME = "no time left; give more --budget"
 
 
 @dataclass(frozen=True)
@@ -44,54 +48,39 @@ class Target:
     @property
     def verdict(self) -> str:
         """`met`, `missed`, `within noise`, `not measured` or `no goal`."""
-        if self.goal is None:
-            return "no goal"
         if math.isnan(self.found.median):
             return "not measured"
+        if self.goal is None:
+            return "no goal"
         if self.found.high <= self.goal:
             return "met"
         return "missed" if self.found.low > self.goal else "within noise"
 
 
-def run_targets(args: Namespace) -> int:
+def run_targets(asked: TargetSettings) -> int:
     """Measure every target, print the table, write `targets.json` and `targets.md`. Returns 0, or 1 for a miss."""
-    budget = settings.number("--budget", args.budget, float, 1)
-    threads = None if args.threads is None else settings.number("--threads", args.threads, int, 1)
-    useless = [f"--{word}" for word in ("variants", "workloads", "resume") if getattr(args, word, None)]
-    if useless:
-        raise InvalidInput(f"--targets: {' and '.join(useless)} has no use with it; leave it out")
-    out = settings.folder(args.out)
-    made = None  # a folder of this call's own making, which an interruption takes away again
-    if out is not None:
-        try:
-            if not out.exists():
-                out.mkdir(parents=True)
-                made = out
-        except OSError as error:
-            raise InvalidInput(
-                f"--out: cannot make the folder {out}: {error.strerror}; choose another"
-            ) from None
+    made = folders.make(asked.out) if asked.out is not None else []
     progress = Progress()
     before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
     try:
-        found = measure_targets(budget, settings.number("--seed", args.seed, int, 0, 2**32 - 1), progress.say)
+        if asked.threads is not None:
+            torch.set_num_threads(asked.threads)
+        found = measure_targets(asked.budget, asked.seed, progress.say)
         facts = provenance.collect(torch.get_num_threads())
+        data = {"targets": [{**asdict(t), "verdict": t.verdict} for t in found], "provenance": facts}
+        text = json.dumps(records.clean(data), indent=1)
+        if asked.out is not None:
+            records.write_text(asked.out / "targets.json", text + "\n")
+            records.write_text(asked.out / "targets.md", render(found, "github") + "\n")
     except KeyboardInterrupt:
         progress.done()
-        if made is not None:
-            made.rmdir()
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     finally:
         progress.done()
         torch.set_num_threads(before)
-    data = {"targets": [{**asdict(t), "verdict": t.verdict} for t in found], "provenance": facts}
-    if out is not None:
-        records.write_text(out / "targets.json", json.dumps(records.clean(data), indent=1) + "\n")
-        records.write_text(out / "targets.md", render(found, "github") + "\n")
-    print(json.dumps(records.clean(data), indent=1) if args.form == "json" else render(found, "simple"))
+        folders.unmake(made)  # it stays where it holds the files
+    print(text if asked.form == "json" else render(found, "simple"))
     return 1 if any(t.verdict == "missed" for t in found) else 0
 
 
@@ -101,7 +90,7 @@ def render(found: list[Target], form: str) -> str:
         (
             t.what,
             t.peer,
-            f"{t.found.median:.3g} [{t.found.low:.3g}, {t.found.high:.3g}] {t.unit}".strip(),
+            _measured(t),
             "none" if t.goal is None else f"<= {t.goal:g} {t.unit}".strip(),
             t.verdict,
             t.note or "-",
@@ -110,6 +99,13 @@ def render(found: list[Target], form: str) -> str:
     ]
     header = ("target", "beside", "measured [95%]", "goal", "verdict", "note")
     return tabulate(body, headers=header, tablefmt=form, disable_numparse=True)
+
+
+def _measured(target: Target) -> str:
+    found = target.found
+    if math.isnan(found.median):
+        return "none"
+    return f"{found.median:.3g} [{found.low:.3g}, {found.high:.3g}] {target.unit}".strip()
 
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
@@ -140,11 +136,12 @@ def dispatch(budget: float, seed: int) -> Target:
         budget,
         seed,
     )
+    what = "dispatch at (1, 2, 8, 16), added"
+    if pair is None:
+        return Target(what, "torch", UNMEASURED, "us", 4.0, NO_TIME)
     differences = [(a - b) * 1e6 for a, b in zip(*pair, strict=True)]
     note = f"{statistics.median(pair[0]) * 1e6:.1f} against {statistics.median(pair[1]) * 1e6:.1f} us a call"
-    return Target(
-        "dispatch at (1, 2, 8, 16), added", "torch", bootstrap_median(differences, seed=seed), "us", 4.0, note
-    )
+    return Target(what, "torch", bootstrap_median(differences, seed=seed), "us", 4.0, note)
 
 
 def against_torch(length: int, causal: bool, goal: float, budget: float, seed: int) -> Target:
@@ -157,6 +154,8 @@ def against_torch(length: int, causal: bool, goal: float, budget: float, seed: i
         seed,
     )
     what = f"dot_product{', causal' if causal else ''}, L={length}"
+    if pair is None:
+        return Target(what, "torch", UNMEASURED, "x", goal, NO_TIME)
     note = f"{statistics.median(pair[0]) * 1e3:.3g} against {statistics.median(pair[1]) * 1e3:.3g} ms"
     return Target(what, "torch", paired_ratio(*pair, seed=seed), "x", goal, note)
 
@@ -169,11 +168,14 @@ def linear(length: int, budget: float, seed: int) -> Target:
     }
     for chunk in CHUNKS:
         calls[f"chunk {chunk}"] = lambda c=chunk: peers.chunked_linear(query, key, value, chunk=c)  # type: ignore[misc]
-    samples = measure(calls, reference="attnlab", budget=budget, seed=seed, max_rounds=60).samples
+    samples = _samples(calls, "attnlab", budget, seed, max_rounds=60)
+    what = f"linearised, causal, L={length}"
+    if len(samples) < len(calls):  # beside the fastest of the peers, or not at all
+        return Target(what, "chunked", UNMEASURED, "x", 1.0, NO_TIME)
     best = min((n for n in samples if n != "attnlab"), key=lambda n: statistics.median(samples[n]))
     note = f"{statistics.median(samples['attnlab']) * 1e3:.3g} against {statistics.median(samples[best]) * 1e3:.3g} ms"
     ratio = paired_ratio(samples["attnlab"], samples[best], seed=seed)
-    return Target(f"linearised, causal, L={length}", f"chunked, {best}", ratio, "x", 1.0, note)
+    return Target(what, f"chunked, {best}", ratio, "x", 1.0, note)
 
 
 def linear_exponent(lengths: tuple[int, ...], budget: float, seed: int) -> Target:
@@ -182,10 +184,12 @@ def linear_exponent(lengths: tuple[int, ...], budget: float, seed: int) -> Targe
     for length in lengths:
         inputs = _inputs(8, length, 64)
         calls[str(length)] = lambda i=inputs: attnlab.attention(*i, variant="linearised", causal=True)  # type: ignore[misc]
-    samples = measure(calls, reference=str(lengths[0]), budget=budget, seed=seed).samples
+    samples = _samples(calls, str(lengths[0]), budget, seed)
     done = [n for n in lengths if str(n) in samples]
     rounds = zip(*(samples[str(n)] for n in done), strict=True)
     slopes = [s for times in rounds if (s := exponent(done, times, last=len(done))) is not None]
+    if len(done) < len(lengths) or not slopes:  # over fewer lengths it would be another number
+        return Target("linearised, causal, time exponent", "linear: 1", UNMEASURED, "", 1.1, NO_TIME)
     times = ", ".join(f"{n}: {statistics.median(samples[str(n)]) * 1e3:.3g}" for n in done)
     what = f"linearised, causal, time exponent {done[0]} to {done[-1]}"
     return Target(what, "linear: 1", bootstrap_median(slopes, seed=seed), "", 1.1, f"ms: {times}")
@@ -215,22 +219,28 @@ def start_up(repeats: int = 7) -> list[Target]:
 
 def _pair(
     ours: Callable[[], object], theirs: Callable[[], object], budget: float, seed: int
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float]] | None:
+    """Seconds of both, paired by round; None where there was no time."""
     for call in (ours, theirs):
         call()  # imports and first instances belong to no round
+    samples = _samples({"theirs": theirs, "ours": ours}, "theirs", budget, seed, max_rounds=200)
+    return (samples["ours"], samples["theirs"]) if len(samples) == 2 else None
+
+
+def _samples(
+    calls: dict[str, Callable[[], object]],
+    reference: str,
+    budget: float,
+    seed: int,
+    max_rounds: int = MAX_ROUNDS,
+) -> dict[str, list[float]]:
+    """Each call's seconds in round order, without those there was no time for. A call that raises is raised again."""
     found = measure(
-        {"theirs": theirs, "ours": ours},
-        reference="theirs",
-        always=["ours"],
-        budget=budget,
-        seed=seed,
-        max_rounds=200,
+        calls, reference=reference, always=list(calls), budget=budget, seed=seed, max_rounds=max_rounds
     )
     if found.failed:
         raise next(iter(found.failed.values()))
-    if "ours" not in found.samples:
-        return [math.nan], [math.nan]
-    return found.samples["ours"], found.samples["theirs"]
+    return found.samples
 
 
 def _inputs(heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -239,5 +249,14 @@ def _inputs(heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:
 
 
 def _python(*words: str) -> str:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=True)
+    """What a fresh Python prints; `PluginError` with its last words where it fails."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=120, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PluginError(f"--targets: a fresh Python did not run: {error}") from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise PluginError(f"--targets: a fresh Python failed at start-up: {said[-1]}")
     return done.stdout.strip()

@@ -1,17 +1,18 @@
-"""A whole run on tiny inputs with stubbed checks: cells, gate, resume, exit codes, files, interruption."""
+"""A whole run on tiny inputs with stubbed checks: cells, gate, resume, exit codes, files."""
 
-import functools
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import attnlab
-from attnlab_evaluations import cells, compare, estimates, provenance
+from attnlab_evaluations import cells, compare, provenance
 from attnlab_evaluations.identity import Identity, variant_identity
 from attnlab_evaluations.rows import NULL
 from attnlab_evaluations.settings import Settings
@@ -20,30 +21,11 @@ from attnlab_evaluations.workloads.sweep import Sweep
 FILES = {"results.jsonl", "provenance.json", "table.md", "table.csv"}
 
 
-@pytest.fixture(autouse=True)
-def _few_rounds(monkeypatch):
-    """Three rounds of single calls: these tests look at the bookkeeping, not at the times."""
-    monkeypatch.setattr(cells, "measure", functools.partial(cells.measure, max_rounds=3, sample_seconds=0.0))
-
-
 def passing(*_, **__):
     return [SimpleNamespace(check="fine", status="passed", message="")]
 
 
-def run(out, *, variants=("dot_product", "linearised"), checks=passing, workloads=None, **more):
-    chosen = Settings(
-        variants=tuple(variants), workloads=("sweep",), out=out, lengths=more.pop("lengths", (16,)),
-        budget=more.pop("budget", 20.0), **more,
-    )  # fmt: skip
-    return compare.run_compare(chosen, workloads or [Sweep()], run_checks=checks)
-
-
-def records(out):
-    """Every line as written; reading through `Records` would leave out what was over budget."""
-    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def test_a_run_fills_every_cell_and_writes_every_file(tmp_path, capsys):
+def test_a_run_fills_every_cell_and_writes_every_file(run, records, tmp_path, capsys):
     assert run(tmp_path / "r", lengths=(16, 32)) == 0
     assert {p.name for p in (tmp_path / "r").iterdir()} == FILES
     found = {
@@ -57,7 +39,7 @@ def test_a_run_fills_every_cell_and_writes_every_file(tmp_path, capsys):
     assert "null control" in capsys.readouterr().out
 
 
-def test_timing_records_keep_raw_samples_and_those_of_the_reference(tmp_path):
+def test_timing_records_keep_raw_samples_and_those_of_the_reference(run, records, tmp_path):
     run(tmp_path / "r")
     timed = [r for r in records(tmp_path / "r") if r["metric"] == "forward"]
     assert timed
@@ -66,7 +48,7 @@ def test_timing_records_keep_raw_samples_and_those_of_the_reference(tmp_path):
         assert record["seed"] == 0
 
 
-def test_a_variant_that_fails_its_checks_gets_no_numbers_and_exit_code_1(tmp_path, capsys):
+def test_a_variant_that_fails_its_checks_gets_no_numbers_and_exit_code_1(run, records, tmp_path, capsys):
     def checks(name, **_):
         status = "failed" if name == "linearised" else "passed"
         return [SimpleNamespace(check="causal_leak", status=status, message="it leaks")]
@@ -78,7 +60,7 @@ def test_a_variant_that_fails_its_checks_gets_no_numbers_and_exit_code_1(tmp_pat
     assert (tmp_path / "r" / "table.md").exists()
 
 
-def test_a_wrong_reference_takes_the_ratios_with_it_but_not_the_times(tmp_path):
+def test_a_wrong_reference_takes_the_ratios_with_it_but_not_the_times(run, records, tmp_path):
     def checks(name, **_):
         status = "failed" if name == "dot_product" else "passed"
         return [SimpleNamespace(check="rows", status=status, message="")]
@@ -92,7 +74,7 @@ def test_a_wrong_reference_takes_the_ratios_with_it_but_not_the_times(tmp_path):
     assert "no reference" in (tmp_path / "r" / "table.md").read_text(encoding="utf-8")
 
 
-def test_a_finished_run_resumes_without_measuring_anything(tmp_path, monkeypatch):
+def test_a_finished_run_resumes_without_measuring_anything(run, tmp_path, monkeypatch):
     run(tmp_path / "r")
     before = (tmp_path / "r" / "results.jsonl").read_bytes()
     monkeypatch.setattr(cells, "measure", lambda *_, **__: pytest.fail("timed again"))
@@ -101,7 +83,7 @@ def test_a_finished_run_resumes_without_measuring_anything(tmp_path, monkeypatch
     assert (tmp_path / "r" / "results.jsonl").read_bytes() == before
 
 
-def test_a_resumed_run_measures_what_is_missing_and_keeps_the_rest(tmp_path):
+def test_a_resumed_run_measures_what_is_missing_and_keeps_the_rest(run, tmp_path):
     run(tmp_path / "r")
     path = tmp_path / "r" / "results.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -114,7 +96,7 @@ def test_a_resumed_run_measures_what_is_missing_and_keeps_the_rest(tmp_path):
     assert len(again) == len(lines)
 
 
-def test_a_second_variant_never_gets_the_first_ones_numbers(tmp_path):
+def test_a_second_variant_never_gets_the_first_ones_numbers(run, records, tmp_path):
     run(tmp_path / "r", variants=["dot_product"])
     run(tmp_path / "r", variants=["dot_product", "linearised"], resume=True)
     forward = [r for r in records(tmp_path / "r") if r["metric"] == "forward" and r["coordinates"]["causal"]]
@@ -122,49 +104,36 @@ def test_a_second_variant_never_gets_the_first_ones_numbers(tmp_path):
     assert len({r["key"] for r in forward}) == 3
 
 
-def test_control_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    real = cells.worst_error
-    calls = []
-
-    def interrupted(*args, **more):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*args, **more)
-
-    monkeypatch.setattr(cells, "worst_error", interrupted)
-    assert run(tmp_path / "r") == 130
-    said = capsys.readouterr()
-    assert "go on with: attnlab compare --out" in said.err
-    assert said.out == ""
-    assert {p.name for p in (tmp_path / "r").iterdir()} == {"results.jsonl", "provenance.json"}
-    finished = len(records(tmp_path / "r"))
-    monkeypatch.undo()
-    assert run(tmp_path / "r", resume=True) == 0
-    assert len(records(tmp_path / "r")) > finished
+@pytest.mark.parametrize("name", ["日本語", "with space", "-run", "a'b\"c"])
+def test_a_run_folder_may_have_any_name(run, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(Path(name), variants=["dot_product"]) == 0
+    assert {p.name for p in (tmp_path / name).iterdir()} == FILES
+    assert f"run folder: {name}" in capsys.readouterr().out
 
 
-def test_a_cell_that_would_not_fit_in_memory_is_not_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr(estimates.Estimates, "extra_bytes", lambda *_: 2.0**60)
-    assert run(tmp_path / "r") == 0
-    timed = [r for r in records(tmp_path / "r") if r["metric"] in ("forward", "error", "memory_forward")]
-    assert {r["status"] for r in timed if r["variant"] != NULL} == {"out of memory"}
-    assert "GiB are free" in timed[0]["detail"]
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are Unicode")
+def test_a_run_folder_whose_name_is_not_utf8_gets_readable_files(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace"))
+    out = Path(os.fsdecode(b"caf\xe9"))
+    assert run(out, variants=["dot_product"], registry=(str(out),)) == 0
+    assert os.listdir(b".") == [b"caf\xe9"]
+    for file in FILES:
+        (out / file).read_text(encoding="utf-8")  # raises where it is not
 
 
-def test_what_cannot_fit_the_budget_says_so_with_its_estimate(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        estimates.Estimates, "seconds", lambda _, __, ___, name, ____: 1e6 if name == "linearised" else 0.0
-    )
-    run(tmp_path / "r")
-    mine = {
-        r["metric"]: r for r in records(tmp_path / "r") if r["variant"] == "linearised" and r["coordinates"]
-    }
-    assert {r["status"] for r in mine.values()} == {"over budget"}
-    assert mine["forward"]["detail"] == "~1e+06 s"
+def test_the_greatest_seed_runs_and_differs_from_the_smallest(run, records, tmp_path):
+    for seed in (0, 2**32 - 1):
+        assert run(tmp_path / str(seed), variants=["dot_product"], seed=seed) == 0
+    keys = [{r["key"] for r in records(tmp_path / str(seed))} for seed in (0, 2**32 - 1)]
+    assert not keys[0] & keys[1]
+    assert {r["status"] for r in records(tmp_path / str(2**32 - 1))} == {"ok"}
 
 
-def test_an_error_inside_a_variant_is_a_word_and_a_reason_and_the_others_go_on(tmp_path, monkeypatch):
+def test_an_error_inside_a_variant_is_a_word_and_a_reason_and_the_others_go_on(
+    run, records, tmp_path, monkeypatch
+):
     def breaks(*_, **__):
         raise RuntimeError("kernel fell over")
 
@@ -177,7 +146,7 @@ def test_an_error_inside_a_variant_is_a_word_and_a_reason_and_the_others_go_on(t
     assert found["dot_product", "forward"]["status"] == "ok"
 
 
-def test_a_workload_that_cannot_run_is_left_out_with_its_hint(tmp_path, capsys):
+def test_a_workload_that_cannot_run_is_left_out_with_its_hint(run, tmp_path, capsys):
     class Missing(Sweep):
         name = "missing"
 
@@ -188,7 +157,7 @@ def test_a_workload_that_cannot_run_is_left_out_with_its_hint(tmp_path, capsys):
     assert "missing: left out: needs the package x" in capsys.readouterr().out
 
 
-def test_a_plugins_metric_is_recorded_beside_the_others(tmp_path):
+def test_a_plugins_metric_is_recorded_beside_the_others(records, tmp_path):
     metric = SimpleNamespace(
         name="parameters", version=1, measure=lambda calls: {"count": len(calls.instances)}
     )
@@ -199,14 +168,14 @@ def test_a_plugins_metric_is_recorded_beside_the_others(tmp_path):
     assert any(r["metric"] == "parameters" and r["value"] == {"count": 1} for r in records(tmp_path / "r"))
 
 
-def test_json_on_stdout_is_json_and_nothing_else(tmp_path, capsys):
+def test_json_on_stdout_is_json_and_nothing_else(run, tmp_path, capsys):
     run(tmp_path / "r", form="json")
     said = capsys.readouterr()
     assert {row["variant"] for row in json.loads(said.out)["rows"]} == {"dot_product", "linearised"}
     assert said.err == ""
 
 
-def test_provenance_tells_machine_code_and_seed_and_nobodys_name(tmp_path, monkeypatch):
+def test_provenance_tells_machine_code_and_seed_and_nobodys_name(run, tmp_path, monkeypatch):
     monkeypatch.setenv("USER", "somebody-special")
     run(tmp_path / "r")
     text = (tmp_path / "r" / "provenance.json").read_text(encoding="utf-8")
@@ -275,7 +244,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory):
-    """The main job in a fresh process that cannot open a connection."""
+    """The main job in a fresh process that cannot open a connection, on a terminal that knows ASCII only."""
     folder = tmp_path_factory.mktemp("offline")
     words = [
         "compare",
@@ -286,14 +255,14 @@ def offline_run(tmp_path_factory):
         "--budget",
         "40",
         "--out",
-        "r",
+        "日本",
     ]
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, *words], cwd=folder, capture_output=True, text=True, encoding="utf-8",
-        timeout=300, env={**os.environ, "PYTHONPATH": path},
+        timeout=300, env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "ascii", "COLUMNS": "20"},
     )  # fmt: skip
-    return folder / "r", done
+    return folder / "日本", done
 
 
 def test_the_main_job_runs_with_sockets_blocked(offline_run):
@@ -305,3 +274,9 @@ def test_the_main_job_runs_with_sockets_blocked(offline_run):
 
 def test_the_main_job_is_silent_on_stderr_where_nobody_looks(offline_run):
     assert offline_run[1].stderr == ""
+
+
+def test_the_main_job_prints_what_the_terminal_can_show(offline_run):
+    said = offline_run[1].stdout
+    assert said.isascii()
+    assert "run folder: \\u65e5\\u672c" in said

@@ -1,9 +1,11 @@
 """What a cell would need, before it is tried: measured points first, then the formula."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from attnlab_evaluations.estimates import Estimates, growth, operations
+from attnlab_evaluations.estimates import Estimates, gibibytes, growth, operations
 from attnlab_evaluations.problems import Part, Problem, prepare
 
 
@@ -58,9 +60,29 @@ def test_before_anything_was_measured_the_machines_own_rate_is_the_bound():
 def test_what_needs_more_memory_than_is_free_is_refused_with_both_numbers():
     estimates = Estimates(100.0, free=lambda _: 2**30)
     estimates.learn(problem(256), "a", "memory_forward", ok(bytes=2**29))
-    status, detail = estimates.refusal(problem(512), "forward", "a", calls("dot_product", 64))
+    square = calls("dot_product", 64)
+    held = square.instances[0].capabilities
+    square.instances[0].capabilities = dataclasses.replace(held, linear_memory=False)
+    status, detail = estimates.refusal(problem(512), "forward", "a", square)
     assert (status, detail) == ("out of memory", "needs about 2 GiB, 1 GiB are free")
-    assert estimates.refusal(problem(256), "forward", "a", calls("dot_product", 64)) is None
+    assert estimates.refusal(problem(256), "forward", "a", square) is None
+    assert estimates.refusal(problem(256), "forward", "a", square, beside=2**30) is not None
+
+
+def test_memory_that_is_declared_linear_grows_so_from_a_single_measured_point():
+    estimates = Estimates(100.0)
+    estimates.learn(problem(32), "linearised", "memory_forward", ok(bytes=2**20))
+    line = calls("linearised", 64)
+    assert line.instances[0].capabilities.linear_memory
+    assert estimates.extra_bytes(problem(32 * 2**10), "forward", "linearised", line) == 2**30
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(2**29, "0.5 GiB"), (76.25 * 2**30, "76.2 GiB"), (12 * 2**40, "12,288 GiB"), (0, "0 GiB")],
+)
+def test_bytes_are_written_for_people(count, said):
+    assert gibibytes(count) == said
 
 
 def test_where_free_memory_is_unknown_nothing_is_refused():

@@ -72,6 +72,12 @@ def test_a_finished_group_gives_its_share_to_the_others():
     assert budget.take("open") == pytest.approx(TIMED * 100.0)
 
 
+def test_a_group_without_weight_still_gets_the_least():
+    budget = Budget(100.0, {"open": 1.0}, Clock())
+    assert budget.take("hopeless") == LEAST
+    assert budget.take("open") == pytest.approx(TIMED * 100.0)
+
+
 def test_no_group_starves_while_there_is_time_and_none_gets_time_after_it():
     clock = Clock()
     budget = Budget(10.0, {"tiny": 1e-9, "late": 1.0, "big": 1.0}, clock)

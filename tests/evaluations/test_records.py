@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,35 @@ def test_cells_that_were_over_budget_are_open_again_for_the_next_run(tmp_path):
     assert "k1" not in again
     again.append("k1", "ok", value=1)
     assert Records(path).get("k1")["value"] == 1
+
+
+def test_cells_that_lacked_memory_are_open_again_too(tmp_path):
+    Records(tmp_path / "r.jsonl").append("k1", "out of memory", detail="needs about 9 GiB, 1 GiB are free")
+    assert "k1" not in Records(tmp_path / "r.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"schema": 1, "key": [], "status": "ok"}', '{"schema": 1, "key": "k"}', "[1]"]
+)
+def test_json_that_is_no_record_is_refused(line, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text(f'{line}\n{{"schema": 1, "key": "k", "status": "ok"}}\n', encoding="utf-8")
+    before = path.read_bytes()
+    with pytest.raises(InvalidInput, match=r"r\.jsonl:1: expected a record"):
+        Records(path)
+    assert path.read_bytes() == before
+
+
+def test_a_name_that_is_not_utf8_is_recorded_readably(tmp_path):
+    name = "caf\udce9"  # what Python makes of the byte E9 in a file name
+    assert clean({name: [Path(name), name]}) == {"caf\\udce9": ["caf\\udce9", "caf\\udce9"]}
+    Records(tmp_path / "r.jsonl").append("k", "ok", detail=name)
+    assert Records(tmp_path / "r.jsonl").get("k")["detail"] == "caf\\udce9"
+    assert key_of({"a": name}) != key_of({"a": "cafe"})
+
+
+def test_text_in_other_scripts_stays_as_it_is():
+    assert clean({"日本": "μs †"}) == {"日本": "μs †"}
 
 
 def test_numbers_that_are_not_finite_become_null():

@@ -2,12 +2,14 @@
 
 import json
 import subprocess
-from argparse import Namespace
 
 import pytest
+import torch
 
+from attnlab import PluginError
 from attnlab_evaluations import provenance, targets
-from attnlab_evaluations.timing import Interval
+from attnlab_evaluations.settings import TargetSettings
+from attnlab_evaluations.timing import Interval, Measurement
 
 
 def target(low, high, goal):
@@ -38,20 +40,59 @@ def test_the_table_shows_measured_goal_and_verdict():
 @pytest.mark.parametrize(("goal", "code"), [(1.0, 0), (0.5, 1)])
 def test_a_missed_goal_is_exit_code_1_and_the_files_are_written(goal, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(targets, "measure_targets", lambda *_: [target(0.9, 1.0, goal)])
-    args = Namespace(budget="5", threads=None, seed="0", out=str(tmp_path / "t"), form="json")
-    assert targets.run_targets(args) == code
+    assert targets.run_targets(TargetSettings(5.0, out=tmp_path / "t", form="json")) == code
     assert json.loads(capsys.readouterr().out)["targets"][0]["goal"] == goal
     assert {p.name for p in (tmp_path / "t").iterdir()} == {"targets.json", "targets.md"}
 
 
-def test_control_c_writes_nothing(tmp_path, monkeypatch):
+def test_control_c_writes_nothing_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(targets, "measure_targets", interrupted)
-    args = Namespace(budget="5", threads=None, seed="0", out=str(tmp_path / "t"), form="table")
-    assert targets.run_targets(args) == 130
-    assert not (tmp_path / "t").exists()
+    assert targets.run_targets(TargetSettings(5.0, out=tmp_path / "t" / "deep")) == 130
+    assert capsys.readouterr().err == "interrupted; nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_measurement_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    def broken(*_):
+        raise PluginError("no")
+
+    monkeypatch.setattr(targets, "measure_targets", broken)
+    with pytest.raises(PluginError):
+        targets.run_targets(TargetSettings(5.0, out=tmp_path / "t" / "deep"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_too_small_for_anything_says_not_measured_in_each_row(monkeypatch):
+    monkeypatch.setattr(targets, "measure", lambda *_, **__: Measurement())
+    monkeypatch.setattr(targets, "start_up", list)
+    monkeypatch.setattr(targets, "_inputs", lambda heads, length, width: [torch.zeros(1, 1, 1, 1)] * 3)
+    found = targets.measure_targets(1.0, 0, lambda _: None)
+    assert len(found) == 6
+    assert {t.verdict for t in found} == {"not measured"}
+    text = targets.render(found, "github")
+    assert text.count("no time left; give more --budget") == 6
+    assert "nan" not in text
+
+
+def test_what_raises_while_it_is_timed_is_not_taken_for_a_lack_of_time():
+    def broken():
+        raise RuntimeError("kernel fell over")
+
+    with pytest.raises(RuntimeError, match="kernel fell over"):
+        targets._samples({"a": broken}, "a", 1.0, 0)
+
+
+def test_a_python_that_does_not_start_is_one_sentence():
+    with pytest.raises(PluginError, match="a fresh Python failed at start-up: ValueError: no such thing"):
+        targets._python("-c", "raise ValueError('no such thing')")
+    assert targets._python("-c", "print('fine')") == "fine"
+
+
+def test_an_unmeasured_row_without_a_goal_is_not_measured_either():
+    assert target(float("nan"), float("nan"), None).verdict == "not measured"
 
 
 def git(folder, *words):

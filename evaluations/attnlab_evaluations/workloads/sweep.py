@@ -33,16 +33,30 @@ class Sweep:
         def builder(length: int, causal: bool) -> Any:
             return lambda: [inputs(length, causal, settings.seed, settings.device)]
 
+        def outliner(length: int, causal: bool) -> Any:
+            return lambda: [outline(length, causal)]
+
         return [
             Problem(
                 coordinates={"length": length, "causal": causal},
                 length=length,
                 build=builder(length, causal),
+                outline=outliner(length, causal),
                 random_gates=True,
             )
             for length in sorted(settings.lengths)
             for causal in (False, True)
         ]
+
+
+def outline(length: int, causal: bool) -> Part:
+    """The sizes of `inputs` at one length, on torch's device "meta": no memory is taken, however long."""
+    import torch
+
+    from attnlab_evaluations.problems import Part
+
+    query, key, value = (torch.empty(BATCH, HEADS, length, WIDTH, device="meta") for _ in range(3))
+    return Part(query, key, value, causal=causal)
 
 
 def inputs(length: int, causal: bool, seed: int, device: str = "cpu") -> Part:
