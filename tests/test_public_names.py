@@ -132,7 +132,7 @@ def test_a_function_takes_these_arguments(name: str) -> None:
 
 
 def test_run_checks_takes_these_arguments() -> None:
-    assert parameters(attnlab.run_checks) == ["variant", "only", "quick", "device"]
+    assert parameters(attnlab.run_checks) == ["variant", "only", "case", "quick", "device"]
 
 
 def test_forward_takes_the_contracts_arguments() -> None:

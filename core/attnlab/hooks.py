@@ -69,7 +69,7 @@ class Hooks:
 
     @hookspec
     def attnlab_checks(self) -> list[Any]:  # type: ignore[empty-body]
-        """Conformance checks beside the built-in ones."""
+        """Conformance checks (`attnlab.conformance.Check`) beside the built-in ones, run on every variant."""
 
 
 HOOKS = ("attnlab_commands", "attnlab_workloads", "attnlab_metrics", "attnlab_checks")
@@ -96,6 +96,7 @@ class PluginManager(pluggy.PluginManager):
             self._distributions[key] = distribution
             self._refuse_unknown_hooks(plugin)
         except (Exception, SystemExit) as error:
+            # A stranger's module ran: it may raise anything, and a script that is no plugin calls sys.exit.
             if plugin is not None and self.get_name(plugin) == key:
                 self.unregister(plugin)
             self.record(name, distribution, error)
@@ -111,11 +112,11 @@ class PluginManager(pluggy.PluginManager):
             self.load_errors.append(fault)
             _log.warning("%s; it is left out", fault)
 
-    def gather(self, hook: str) -> list[Any]:
+    def gather(self, hook: str, fault_of: Callable[[Any], str] = lambda item: "") -> list[Any]:
         """The items that all plugins return for `hook`, plugin by plugin in the order of loading.
 
-        A plugin whose hook raises or returns no list, and an item without the right type or with a name that
-        an earlier one has, is left out and recorded.
+        A plugin whose hook raises or returns no list, and an item without the right type, with a name that
+        an earlier one has, or with a `fault_of` its own, is left out and recorded.
         """
         if hook not in HOOKS:
             raise PluginError(f"there is no hook {hook!r}; {nearest(hook, HOOKS)}")
@@ -129,6 +130,7 @@ class PluginManager(pluggy.PluginManager):
             try:
                 returned = implementation.function()
             except (Exception, SystemExit) as error:
+                # A stranger's hook may raise anything: it costs that plugin its items, and no other.
                 self.record(plugin, self.distribution_of(plugin), error)
                 continue
             if not isinstance(returned, list | tuple):
@@ -136,7 +138,7 @@ class PluginManager(pluggy.PluginManager):
                 self.record(plugin, self.distribution_of(plugin), got)
                 continue
             for item in returned:
-                if fault := _item_fault(hook, item, plugin, taken):
+                if fault := fault_of(item) or _item_fault(hook, item, plugin, taken):
                     self.record(plugin, self.distribution_of(plugin), fault)
                 else:
                     items.append(item)

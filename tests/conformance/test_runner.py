@@ -87,7 +87,10 @@ def test_an_unknown_check_is_refused_with_the_nearest_names() -> None:
 
 def test_a_result_carries_the_command_that_repeats_it() -> None:
     result = run_checks(TextbookAttention, only="modes_agree")[0]
-    assert shlex.split(result.repeat) == ["attnlab", "check", "TextbookAttention", "--only", "modes_agree"]
+    assert shlex.split(result.repeat) == [
+        *("attnlab", "check", "TextbookAttention", "--only", "modes_agree"),
+        *("--case", result.case),
+    ]
     assert replace(result, device="cuda").repeat.endswith("--device cuda")
 
 
@@ -210,7 +213,7 @@ def test_an_unexpected_exception_becomes_one_sentence() -> None:
     assert statuses(results) == {"error"}
     assert not results[0].ok
     assert "\n" not in results[0].message
-    assert "Breaks (float32-plain-B2H2L7x7D8): KeyError where none was expected" in results[0].message
+    assert "KeyError where none was expected: 'no\\nsuch thing', at test_runner.py:" in results[0].message
 
 
 def test_an_interrupt_is_not_swallowed() -> None:

@@ -117,7 +117,11 @@ def ask_torch() -> tuple[dict[str, Any] | None, str | None]:
             answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
             return answer, None
         last = (child.stderr.strip().splitlines() or [f"it ended with code {child.returncode}"])[-1]
-        return None, f"torch cannot be imported: {last}; install it with `pip install torch`"
+        missing = "No module named 'torch'" in last
+        hint = (
+            "install it with `pip install torch`" if missing else "it is installed and broken; reinstall it"
+        )
+        return None, f"torch cannot be imported: {last}; {hint}"
     except subprocess.TimeoutExpired:
         return None, f"torch did not answer within {PATIENCE} s"
     except (OSError, ValueError, IndexError) as problem:
@@ -182,7 +186,7 @@ def _about(file: dict[str, Any]) -> str:
     words = [
         file["layer"],
         file["owner"],
-        "trusted" if file["trusted"] else "not trusted to run code by path",
+        "" if file["problem"] else "trusted" if file["trusted"] else "not trusted to run code by path",
     ]
     return ", ".join(str(word) for word in words if word)
 

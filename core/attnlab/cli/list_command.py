@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnlab._quoting import quoted
 from attnlab.capabilities import ASKABLE, DEVICES, DTYPES, PROPERTIES
 from attnlab.cli import tables, terminal
 from attnlab.cli.selection import select
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.can:
         if name not in ASKABLE and name not in PROPERTIES:
             raise InvalidInput(
-                f"--can: no capability is called {name!r}; {nearest(name, (*ASKABLE, *PROPERTIES))}"
+                f"--can: no capability is called {quoted(name)}; {nearest(name, (*ASKABLE, *PROPERTIES))}"
             )
     registry = default_registry()
     infos = [registry.info(name) for name in select(args.names, registry.names())]

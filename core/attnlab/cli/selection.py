@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from attnlab._quoting import quoted
 from attnlab.errors import UnknownVariant, nearest
 
 WILD = frozenset("*?[")
@@ -35,6 +36,6 @@ def select(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
                 if is_pattern(name)
                 else "no variant is registered as"
             )
-            raise UnknownVariant(f"{what} {name!r}; {nearest(name, known)}")
+            raise UnknownVariant(f"{what} {quoted(name)}; {nearest(name, known)}")
         chosen.update(dict.fromkeys(found))
     return list(chosen)

@@ -12,12 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from attnlab._quoting import short
+
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 PATIENCE = 2.0  # seconds before a progress line appears
+LONGEST_LINE = 8000  # characters of one line on stderr
 
 
 def prepare() -> None:
-    """Let stdout and stderr show what their encoding lacks as an escape, instead of raising."""
+    """Let stdout and stderr show what their encoding lacks as an escape, and a closed one take everything."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us, or a program without a console
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # for as long as the process lives
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -38,9 +44,10 @@ def speaks_unicode(stream: TextIO | None = None) -> bool:
 
 
 def say(message: str) -> None:
-    """One `attnlab: message` line on stderr; silent where even that is closed."""
+    """One `attnlab: message` line on stderr, at most `LONGEST_LINE` characters; silent where even that is closed."""
+    line = short(" ".join(message.split()), LONGEST_LINE)
     with suppress(OSError, ValueError):
-        print(f"attnlab: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"attnlab: {line}", file=sys.stderr, flush=True)
 
 
 def abandon_output() -> None:

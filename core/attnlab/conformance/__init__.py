@@ -3,11 +3,19 @@
     from attnlab.conformance import run_checks
     for result in run_checks("additive"): ...
 
-`run_checks` takes a registered name, an `Attention` class or an instance. Names are resolved on first use,
-so importing this module, or `CheckResult` for a report, needs no torch.
+    from attnlab.conformance import conformance       # in a test file: one pytest item for each check and case
+    test_additive = conformance("additive")
+
+Both take a registered name, an `Attention` class or an instance. Names are resolved on first use, so importing
+this module, or `CheckResult` for a report, needs no torch.
+
+A plugin adds checks through the hook `attnlab_checks`: a function `check_<property>(variant, case)` that raises
+`AssertionError` with a whole message, in `Check(function, topic, cases)`; `case`, `draw`, `demand` and `demand_close`
+are what attnlab's own checks are written with.
 
 Modules: `formulas` (outside, the definitions), `visibility` (who sees whom, scalar), `tolerances`, `features` and
-`cases` (what is asked), `inputs` (tensors), `checks` (by topic), `runner`, `mutants` (variants that must fail).
+`cases` (what is asked), `inputs` (tensors), `checks` (by topic), `plan`, `runner`, `pytest_items`, `mutants` (variants
+that must fail), `unusual` (variants that must not).
 """
 
 from __future__ import annotations
@@ -16,17 +24,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "Case": "attnlab.conformance.cases",
+    "Check": "attnlab.conformance.check",
     "CheckResult": "attnlab.conformance.results",
+    "NotApplicable": "attnlab.conformance.check",
+    "Scope": "attnlab.conformance.check",
+    "case": "attnlab.conformance.cases",
     "check_names": "attnlab.conformance.runner",
+    "conformance": "attnlab.conformance.pytest_items",
+    "demand": "attnlab.conformance.messages",
+    "demand_close": "attnlab.conformance.messages",
+    "draw": "attnlab.conformance.inputs",
     "iter_checks": "attnlab.conformance.runner",
     "run_checks": "attnlab.conformance.runner",
+    "why_unverified": "attnlab.conformance.runner",
 }
 
-__all__ = ["CheckResult", "check_names", "iter_checks", "run_checks"]
+__all__ = [
+    "Case",
+    "Check",
+    "CheckResult",
+    "NotApplicable",
+    "Scope",
+    "case",
+    "check_names",
+    "conformance",
+    "demand",
+    "demand_close",
+    "draw",
+    "iter_checks",
+    "run_checks",
+    "why_unverified",
+]
 
 if TYPE_CHECKING:
+    from attnlab.conformance.cases import Case, case
+    from attnlab.conformance.check import Check, NotApplicable, Scope
+    from attnlab.conformance.inputs import draw
+    from attnlab.conformance.messages import demand, demand_close
+    from attnlab.conformance.pytest_items import conformance
     from attnlab.conformance.results import CheckResult
-    from attnlab.conformance.runner import check_names, iter_checks, run_checks
+    from attnlab.conformance.runner import check_names, iter_checks, run_checks, why_unverified
 
 
 def __getattr__(name: str) -> Any:

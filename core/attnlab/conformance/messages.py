@@ -66,10 +66,12 @@ def demand_close(
     what: str,
     versus: str,
     advice: str,
+    inputs: Any = None,
 ) -> None:
     """Fail unless every element of `got` is within `limit` of `exact`.
 
-    what: "out", "weights", "gradient of key", ...; versus: what `exact` is, in words.
+    what: "out", "weights", "gradient of key", ...; versus: what `exact` is, in words; inputs: those of the call,
+    where the message of an out, weights or lse should say which keys the query sees.
     """
     demand(
         got is not None, variant, case, f"{what} was asked for and is None", "Return it in AttentionOutput"
@@ -90,11 +92,22 @@ def demand_close(
         return
     over = int((gap > limit.limit).sum())
     a, b = float(got.detach().flatten()[worst]), float(exact.detach().flatten()[worst])
+    sees = "" if inputs is None else _what_it_sees(inputs, worst, got.shape)
     raise AssertionError(
         f"{where(variant, case)}: {what} differs from {versus} at {index_of(what, worst, got.shape)}: "
-        f"got {a:.6g}, expected {b:.6g}, error {float(gap.flatten()[worst]):.3g} > bound {limit.limit:.3g} "
+        f"got {a:.6g}, expected {b:.6g}{sees}, error {float(gap.flatten()[worst]):.3g} > bound {limit.limit:.3g} "
         f"({limit.origin}); {over} of {gap.numel()} elements are outside. {advice}"
     )
+
+
+def _what_it_sees(inputs: Any, flat: int, shape: torch.Size) -> str:
+    """` (this query sees no key)`, or the keys that it sees, for the row that a flat index of out or weights is in."""
+    b, h, i = (int(x) for x in torch.unravel_index(torch.tensor(flat), shape)[:3])
+    keys = inputs.visible()[b, h, i].nonzero().flatten().tolist()
+    if not keys:
+        return " (a dead row: this query sees no key)"
+    shown = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
+    return f" (this query sees key{'' if len(keys) == 1 else 's'} {shown} of {inputs.key.shape[2]})"
 
 
 def demand_zero(got: Tensor, variant: Any, case: Case, *, what: str, why: str, advice: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from attnlab.conformance.cases import Case, fitted
 from attnlab.conformance.check import Check, Scope
@@ -20,11 +21,28 @@ class Planned:
     check: Check
     case: Case | None
     reason: str = ""
+    device: str = "cpu"
+
+    @property
+    def id(self) -> str:
+        """The case's id, "" without a case."""
+        return "" if self.case is None else self.case.id
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Every check, in the order in which they run."""
-    return ALL
+    """Every check, in the order in which they run: attnlab's own, then those of plugins (hook `attnlab_checks`)."""
+    from attnlab.hooks import plugin_manager
+
+    return (*ALL, *plugin_manager().gather("attnlab_checks", _fault_of))
+
+
+def _fault_of(item: Any) -> str:
+    """Why what a plugin returns is no check that can run beside attnlab's own, "" where it is one."""
+    if not isinstance(item, Check):
+        return f"attnlab_checks must return attnlab.conformance.Check objects, got {type(item).__name__}"
+    if item.name in {check.name for check in ALL}:
+        return f"attnlab_checks: {item.name!r} is a check of attnlab itself; rename the function"
+    return ""
 
 
 def selected(only: str | Iterable[str] | None) -> list[Check]:
@@ -50,7 +68,11 @@ def cases_of(check: Check, subject: Subject, *, quick: bool, device: str) -> Ite
     have = subject.capabilities
     unclaimed = [name for name in check.claims if not have.declares(name)]
     if unclaimed:
-        yield Planned(check, None, f"it does not claim {', '.join(unclaimed)}")
+        yield Planned(check, None, f"it does not claim {', '.join(unclaimed)}", device)
+        return
+    if subject.random and not check.random_too:
+        reason = "it is random by design, and this compares calls that draw different numbers"
+        yield Planned(check, None, reason, device)
         return
     scope = Scope(
         have, quick, getattr(subject.probe, "family", ""), bool(getattr(subject.probe, "gates", {}))
@@ -58,15 +80,14 @@ def cases_of(check: Check, subject: Subject, *, quick: bool, device: str) -> Ite
     seen: set[str] = set()
     lacking: list[str] = []
     for made in check.cases(scope):
-        one = fitted(made, have.head_dims, device)
+        one = fitted(made, have.head_dims, device, subject.heads)
         missing = one.missing(have)
         if missing:
             lacking += missing
         elif one.id not in seen:
             seen.add(one.id)
-            yield Planned(check, one)
+            yield Planned(check, one, device=device)
     if not seen:
         needs = ", ".join(dict.fromkeys(lacking))
-        yield Planned(
-            check, None, f"it does not declare {needs}" if needs else "nothing of it applies to this variant"
-        )
+        reason = f"it does not declare {needs}" if needs else "nothing of it applies to this variant"
+        yield Planned(check, None, reason, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,8 @@ class CheckResult:
 
     status: passed; failed (the message says what differed); refused (an undeclared askable was refused, as
     it must be); known failure (declared with the variant); not applicable (the message says why); error
-    (the check could not be run: an unexpected exception). seconds: wall time.
+    (the check could not be run: an unexpected exception). seconds: wall time. options: global ones of the command
+    that repeats it, such as registry files.
     """
 
     variant: str
@@ -26,6 +28,7 @@ class CheckResult:
     message: str = ""
     seconds: float = 0.0
     device: str = "cpu"
+    options: str = ""
 
     @property
     def ok(self) -> bool:
@@ -34,6 +37,8 @@ class CheckResult:
 
     @property
     def repeat(self) -> str:
-        """The shell command that runs this check again."""
+        """The shell command that runs this one case again; without a case, all of the check."""
+        case = f" --case {shlex.quote(self.case)}" if self.case else ""
         device = "" if self.device == "cpu" else f" --device {self.device}"
-        return f"attnlab check {self.variant} --only {self.check}{device}"
+        options = f" {self.options}" if self.options else ""
+        return f"attnlab{options} check {shlex.quote(self.variant)} --only {self.check}{case}{device}"

@@ -4,49 +4,76 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from attnlab.capabilities import KnownFailure
-from attnlab.conformance.check import NotApplicable
+from attnlab.capabilities import ASKABLE, KnownFailure
+from attnlab.conformance.check import Check, NotApplicable
+from attnlab.conformance.messages import where
 from attnlab.conformance.plan import Planned, all_checks, cases_of, selected
 from attnlab.conformance.results import CheckResult, Status
 from attnlab.conformance.subject import Subject, subject_of
-from attnlab.errors import PluginError, UnsupportedRequest, nearest
+from attnlab.conformance.unexpected import unexpected
+from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, nearest
+from attnlab.formulas import unverified
 
 
 def run_checks(
-    variant: Any, *, only: str | Iterable[str] | None = None, quick: bool = False, device: str = "cpu"
+    variant: Any,
+    *,
+    only: str | Iterable[str] | None = None,
+    case: str | None = None,
+    quick: bool = False,
+    device: str = "cpu",
 ) -> list[CheckResult]:
     """Every check on `variant`: one result per check and case, failures told in whole sentences.
 
     variant: a registered name, an `Attention` class, or an instance (checked at other sizes through siblings
-    with its options). only: check names, topics or patterns. quick: fewer cases of each check. device: where
-    to run. Raises `UnknownVariant`, `VariantUnavailable`, `PluginError` (an unknown name in `known_failures`), or
-    `InvalidInput` for a bad `only`; what a check finds is in the results.
+    with its options). only: check names, topics or patterns. case: a case's id, or a pattern of ids. quick: fewer
+    cases of each check. device: where to run. Raises `UnknownVariant`, `VariantUnavailable`, `PluginError` (an unknown
+    name in `known_failures`), or `InvalidInput` for an `only` or a `case` that matches nothing; what a check finds
+    is in the results.
     """
-    return list(iter_checks(variant, only=only, quick=quick, device=device))
+    return list(iter_checks(variant, only=only, case=case, quick=quick, device=device))
 
 
 def iter_checks(
-    variant: Any, *, only: str | Iterable[str] | None = None, quick: bool = False, device: str = "cpu"
+    variant: Any,
+    *,
+    only: str | Iterable[str] | None = None,
+    case: str | None = None,
+    quick: bool = False,
+    device: str = "cpu",
 ) -> Iterator[CheckResult]:
     """The results of `run_checks` one by one, as they come."""
     checks = selected(only)
     subject = subject_of(variant)
-    known = _known_failures(subject)
+    known = known_failures_of(subject)
+    matched, ids = case is None, set()
     for check in checks:
         expected = known.get(check.name)
         statuses: list[Status] = []
-        ran: set[str] = set()
         for planned in cases_of(check, subject, quick=quick, device=device):
-            result = _execute(subject, planned, expected, device)
+            if case is not None:
+                ids.add(planned.id)
+                if not fnmatchcase(planned.id, case):
+                    continue
+                matched = True
+            result = execute(subject, planned, expected)
             statuses.append(result.status)
-            ran.add(result.case)
             yield result
-        if expected is not None and "known failure" not in statuses and set(statuses) != {"not applicable"}:
-            yield from _strict(subject, check, expected, ran, quick, device)
+        if expected is not None and case is None and not {"known failure"} & set(statuses):
+            if set(statuses) != {"not applicable"}:
+                yield from still_failing(subject, check, expected, quick=quick, device=device)
+    if not matched:
+        raise InvalidInput(f"case: no case of {subject.name} is called {case!r}; {nearest(str(case), ids - {''})}")
+
+
+def why_unverified(variant: Any) -> str:
+    """Why nothing outside of `variant` (a name, class or instance) vouches for its formula; "" where something does."""
+    return unverified(subject_of(variant).probe)
 
 
 def check_names() -> list[str]:
@@ -54,7 +81,8 @@ def check_names() -> list[str]:
     return [check.name for check in all_checks()]
 
 
-def _known_failures(subject: Subject) -> dict[str, KnownFailure]:
+def known_failures_of(subject: Subject) -> dict[str, KnownFailure]:
+    """The variant's declared failures by check; `PluginError` for a name that is no check."""
     declared = dict(getattr(subject.probe, "known_failures", {}))
     for name, failure in declared.items():
         if name not in check_names():
@@ -69,14 +97,18 @@ def _known_failures(subject: Subject) -> dict[str, KnownFailure]:
     return declared
 
 
-def _strict(
-    subject: Subject, check: Any, expected: KnownFailure, ran: set[str], quick: bool, device: str
+def still_failing(
+    subject: Subject, check: Check, expected: KnownFailure, *, quick: bool, device: str
 ) -> Iterator[CheckResult]:
-    """A known failure that did not fail: look at the cases a quick run left out, then report it."""
+    """What a strict known failure that was not met comes to.
+
+    Where a quick run left cases out, those are looked at first; then the declaration itself is the failure.
+    """
     if quick:
+        tried = {p.id for p in cases_of(check, subject, quick=True, device=device)}
         for planned in cases_of(check, subject, quick=False, device=device):
-            if planned.case is not None and planned.case.id not in ran:
-                result = _execute(subject, planned, expected, device)
+            if planned.case is not None and planned.id not in tried:
+                result = execute(subject, planned, expected)
                 if result.status != "passed":
                     yield result
                 if result.status == "known failure":
@@ -85,7 +117,7 @@ def _strict(
         variant=subject.name,
         check=check.name,
         topic=check.topic,
-        case="known failure",
+        case="",
         status="failed",
         device=device,
         message=f"{subject.name}: {check.name} is declared a KnownFailure ({expected.reason}) and passes on every case. "
@@ -93,9 +125,9 @@ def _strict(
     )
 
 
-def _execute(subject: Subject, planned: Planned, expected: KnownFailure | None, device: str) -> CheckResult:
-    """One result; no exception but KeyboardInterrupt and SystemExit leaves it."""
-    check, case = planned.check, planned.case
+def execute(subject: Subject, planned: Planned, expected: KnownFailure | None = None) -> CheckResult:
+    """Run one planned case: one result; no exception but KeyboardInterrupt and SystemExit leaves it."""
+    check = planned.check
     started = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(
@@ -109,11 +141,11 @@ def _execute(subject: Subject, planned: Planned, expected: KnownFailure | None, 
         variant=subject.name,
         check=check.name,
         topic=check.topic,
-        case="" if case is None else case.id,
+        case=planned.id,
         status=status,
         message=message,
         seconds=time.perf_counter() - started,
-        device=device,
+        device=planned.device,
     )
 
 
@@ -139,10 +171,7 @@ def _outcome(subject: Subject, planned: Planned, expected: KnownFailure | None) 
             )
             status, message = _expected(status, message, expected, fault)
         except Exception as fault:
-            message = (
-                f"{subject.name} ({case.id}): {type(fault).__name__} where none was expected: {_one_line(fault)}. "
-                f"Run the command again with a debugger, or python -X dev, for the traceback"
-            )
+            message = f"{where(subject.probe, case)}: {unexpected(fault)}"
             status, message = _expected("error", message, expected, fault)
     return status, message
 
@@ -161,9 +190,12 @@ def _judged_refusal(subject: Subject, planned: Planned, refusal: UnsupportedRequ
     asked = list(planned.case.askables)
     if len(asked) > 1 or planned.check.asks_more:
         return "not applicable", f"it refuses this combination: {refusal}"
+    named = {reason.feature for reason in refusal.reasons}
+    if named and not named & {*ASKABLE, "dtype", "device", "head_dims"} and not subject.at_base_sizes(planned.case):
+        return "not applicable", f"it refuses this size: {refusal}"
     what = asked[0] if asked else f"a plain call in {planned.case.dtype}"
     return "failed", (
-        f"{subject.name} ({planned.case.id}): {what} is declared and refused: {refusal}. "
+        f"{where(subject.probe, planned.case)}: {what} is declared and refused: {refusal}. "
         "Serve it, or do not declare it"
     )
 

@@ -50,6 +50,7 @@ def conformance(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str,
         monkeypatch.setattr(check_command, "_require_device", lambda name: None)
         module = types.ModuleType("attnlab.conformance")
         module.iter_checks = iter_checks  # type: ignore[attr-defined]
+        module.why_unverified = lambda name: answers.get("unverified", "")  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "attnlab.conformance", module)
         return calls
 
@@ -65,10 +66,50 @@ def test_check_reports_by_topic_and_succeeds(run: Run, conformance: Conformance)
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "additive: right (1 passed, 1 refused; 0.5 s)"
     assert [line.split() for line in out.splitlines()[1:3]] == [
-        ["masks", "1", "passed"],
-        ["refusals", "1", "refused"],
+        ["masks", "1", "passed;", "0.2", "s"],
+        ["refusals", "1", "refused;", "0.2", "s"],
     ]
-    assert calls == [{"name": "additive", "only": None, "quick": False, "device": "cpu"}]
+    assert calls == [{"name": "additive", "only": None, "case": None, "quick": False, "device": "cpu"}]
+
+
+def test_check_says_what_was_refused_and_why_something_did_not_apply(run: Run, conformance: Conformance) -> None:
+    conformance(
+        additive=[
+            result("refuses", "refused", "window is not declared and was refused", topic="refusals"),
+            result("refuses", "refused", "dtype float64 is not declared and was refused", topic="refusals"),
+            result("crops", "not applicable", "it offers no crop"),
+            result("crops", "not applicable", "it offers no crop"),
+            result("drops", "not applicable", "it does not declare dropout"),
+            result("leak", "passed"),
+        ]
+    )
+    _, out, _ = run("check", "additive")
+    assert "\n  refused as required: window, dtype float64\n" in out
+    assert (
+        "\n  not applicable:\n    it offers no crop: crops (2 cases)\n    it does not declare dropout: drops\n" in out
+    )
+
+
+def test_check_says_where_nothing_vouches_for_the_formula(run: Run, conformance: Conformance) -> None:
+    conformance(additive=[result("leak", "passed")], unverified="it has no definition")
+    assert "\n  formula unverified: it has no definition\n" in run("check", "additive")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "name a variant, '*' for all of them, or --mutants"),
+        (("--mutants", "additive"), "leave out NAME (additive)"),
+        (("--mutants", "--only", "leak", "--device", "cuda"), "leave out --only, --device"),
+    ],
+)
+def test_what_check_cannot_use_is_wrong_use(
+    run: Run, conformance: Conformance, words: tuple[str, ...], told: str
+) -> None:
+    conformance()
+    code, out, err = run("check", *words)
+    assert (code, out) == (2, "")
+    assert told in err
 
 
 @pytest.mark.parametrize("status", ["failed", "error"])
@@ -94,8 +135,10 @@ def test_a_known_failure_is_shown_and_does_not_fail(run: Run, conformance: Confo
 
 def test_check_passes_its_options_on(run: Run, conformance: Conformance) -> None:
     calls = conformance(additive=[result("leak", "passed")])
-    run("check", "additive", "--quick", "--only", "leak", "--only", "masks", "--device", "cuda:1")
-    assert calls == [{"name": "additive", "only": ["leak", "masks"], "quick": True, "device": "cuda:1"}]
+    run("check", "additive", "--quick", "--only", "leak", "--only", "masks", "--device", "cuda:1", "--case", "f*")
+    assert calls == [
+        {"name": "additive", "only": ["leak", "masks"], "case": "f*", "quick": True, "device": "cuda:1"}
+    ]
 
 
 def test_check_writes_json_also_when_something_failed(run: Run, conformance: Conformance) -> None:
@@ -148,5 +191,5 @@ def test_many_failures_of_one_check_are_counted(run: Run, conformance: Conforman
     assert "moved by 1" in out
     assert "moved by 2" not in out
     assert "and 28 more cases of leak" in out
-    assert out.count("repeat: ") == 1
+    assert out.count("repeat: ") == 2
     assert "moved by 29" in run("check", "additive", "--only", "leak")[1], "asked for, all are shown"

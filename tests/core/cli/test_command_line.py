@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,76 @@ def test_what_is_typed_wrong_gives_one_sentence_and_exit_code_2(
     sentences = [line for line in err.splitlines() if "attnlab: note:" not in line]
     assert len(sentences) == 1
     assert sentences[0].startswith("attnlab: ")
+
+
+HUGE = "x" * 90_000
+WORDY = "many words " * 9_000
+
+
+@pytest.mark.parametrize(
+    "huge", [HUGE, WORDY, f"{HUGE}*", f"/{HUGE}"], ids=["word", "words", "pattern", "path"]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["{}"],
+        ["list", "{}"],
+        ["list", "--can", "{}"],
+        ["list", "--format", "{}"],
+        ["list", "--format={}"],
+        ["list", "--{}"],
+        ["list", "--registry", "{}"],
+        ["--registry", "{}", "list"],
+        ["--registry={}", "list"],
+        ["--{}", "list"],
+        ["info", "{}"],
+        ["info", "dot_product", "{}"],
+        ["check", "{}"],
+        ["check", "dot_product", "--device", "{}"],
+        ["check", "dot_product", "--device", "cpu:{}"],
+        ["doctor", "{}"],
+        ["trust", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_a_huge_word_is_cut_in_the_sentence(run: Run, words: list[str], huge: str) -> None:
+    code, out, err = run(*(word.format(huge) for word in words))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert len(err) < 1500
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "broken link"])
+@pytest.mark.parametrize("words", [["trust", "{}"], ["--registry", "{}", "list"]], ids=" ".join)
+def test_a_path_that_is_no_file_is_named_once(run: Run, tmp_path: Path, words: list[str], kind: str) -> None:
+    if sys.platform == "win32" and kind != "folder":
+        pytest.skip("pipes with a path are POSIX's, and making a link needs a privilege here")
+    path = tmp_path / "odd.yaml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "gone")
+    code, out, err = run(*(word.format(path) for word in words))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"attnlab: {path}: ")
+    assert err.count("odd.yaml") == 1
+    assert len(err.splitlines()) == 1
+
+
+def test_a_found_file_that_is_a_pipe_is_a_note_and_the_other_layers_are_listed(
+    run: Run, tmp_path: Path
+) -> None:
+    if sys.platform == "win32":
+        pytest.skip("pipes with a path are POSIX's")
+    os.mkfifo(tmp_path / "attnlab.yaml")
+    code, out, err = run("list")
+    assert code == 0
+    assert "dot_product" in out
+    assert err.startswith("attnlab: note: ")
+    assert "got a pipe, socket or device" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_broken_registry_file_that_was_named_is_wrong_use(run: Run, tmp_path: Path) -> None:

@@ -113,6 +113,19 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert b"No space left" in done.stderr
 
 
+@pytest.mark.skipif(os.name == "nt", reason="closes a descriptor in a POSIX shell")
+@pytest.mark.parametrize(("words", "code"), [("list >&-", 0), ("info nope 2>&-", 2)])
+def test_a_closed_output_changes_no_exit_code(tmp_path: Path, words: str, code: int) -> None:
+    folders = os.pathsep.join(str(ROOT / f) for f in ("core", "plugins", "evaluations"))
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m attnlab {words}', sys.executable],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": folders},
+        capture_output=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
+
+
 @pytest.mark.parametrize(
     "code",
     ["raise ImportError('libtorch.so: cannot open')", "import os; os._exit(9)"],
@@ -125,6 +138,7 @@ def test_doctor_works_with_a_broken_torch(tmp_path: Path, code: str) -> None:
     assert done.returncode == 0, done.stderr
     said = done.stdout.decode()
     assert "torch cannot be imported" in said
+    assert "it is installed and broken; reinstall it" in said
     assert "registry files, lowest layer first" in said
 
 

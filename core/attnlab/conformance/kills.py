@@ -1,0 +1,102 @@
+"""The suite judged: every mutant must be killed by the check that owns its mistake, no correct variant must be accused.
+
+`iter_kills()` and `iter_alarms()` give one record at a time, so that a report can show progress. Needs torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from attnlab.conformance.mutants import MUTANTS, Mutant
+from attnlab.conformance.plan import all_checks
+from attnlab.conformance.results import CheckResult
+from attnlab.conformance.runner import iter_checks
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """What became of one mutant. `message` is the first failure's, "" where it survived."""
+
+    mutant: str
+    story: str
+    check: str
+    topic: str
+    killed: bool
+    cases: int
+    seconds: float
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alarms:
+    """What the suite says of one correct variant: `failed` must be empty."""
+
+    variant: str
+    cases: int
+    seconds: float
+    failed: tuple[CheckResult, ...]
+
+
+def iter_kills() -> Iterator[Kill]:
+    """Every mutant against its owner: the quick cases first, all of them where it survives those; stops at the first failure."""
+    topics = {check.name: check.topic for check in all_checks()}
+    for mutant in MUTANTS:
+        started = time.perf_counter()
+        cases, message = 0, ""
+        with _registered(mutant) as subject:
+            for quick in (True, False):
+                for result in iter_checks(subject, only=mutant.owner, quick=quick):
+                    cases += 1
+                    if not result.ok:
+                        message = result.message
+                        break
+                if message:
+                    break
+        seconds = time.perf_counter() - started
+        yield Kill(
+            mutant.name, mutant.story, mutant.owner, topics[mutant.owner], bool(message), cases, seconds, message
+        )
+
+
+def iter_alarms(*, quick: bool = True) -> Iterator[Alarms]:
+    """Every registered variant that can be had here, the textbook variants and the unusual ones, all of them correct."""
+    for name, subject in correct_variants():
+        started = time.perf_counter()
+        results = list(iter_checks(subject, quick=quick))
+        failed = tuple(r for r in results if not r.ok)
+        yield Alarms(name, len(results), time.perf_counter() - started, failed)
+
+
+def correct_variants() -> list[tuple[str, Any]]:
+    """Names and subjects that no check may accuse: built-in, textbook, unusual."""
+    from attnlab.catalogue import default_registry
+    from attnlab.conformance.mutants import TextbookAttention, TextbookDelta, TextbookLinear
+    from attnlab.conformance.unusual import UNUSUAL
+
+    registry = default_registry()
+    built_in = [n for n in registry.names() if registry.info(n).owner == "attnlab" and not registry.info(n).unavailable]
+    classes = (TextbookAttention, TextbookLinear, TextbookDelta, *UNUSUAL)
+    return [*((name, name) for name in built_in), *((cls.__name__, cls) for cls in classes)]
+
+
+@contextmanager
+def _registered(mutant: Mutant) -> Iterator[Any]:
+    """What `iter_checks` is given: the class, or its name in a registry of its own where the mistake is in the row."""
+    if not mutant.row:
+        yield mutant.variant
+        return
+    from attnlab.catalogue import default_registry, use_registry
+    from attnlab.registry import Registry
+
+    before = default_registry()
+    alone = Registry.from_files()
+    alone.register("mutant", mutant.variant, **mutant.row)
+    use_registry(alone)
+    try:
+        yield "mutant"
+    finally:
+        use_registry(before)
