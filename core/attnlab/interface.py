@@ -150,7 +150,9 @@ class Attention(nn.Module):
 
     def default_scale(self) -> float | None:
         """The formula's own scale, `Dk^-0.5` unless the formula says otherwise; None where a normaliser cancels it."""
-        return 1.0 / math.sqrt(self.key_dim)  # the bits of torch's own default; Dk ** -0.5 may differ in the last
+        return 1.0 / math.sqrt(
+            self.key_dim
+        )  # the bits of torch's own default; Dk ** -0.5 may differ in the last
 
     def supports(self, request: Request) -> list[Reason]:
         """Every reason to refuse `request`; empty where it is served. Overriding adds reasons to these."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput, UnsupportedRequest
 
 S = TypeVar("S", bound="State")
@@ -211,7 +212,7 @@ class CacheState(State):
             or not isinstance(length, (int, torch.SymInt))
             or not 0 <= length <= self.length
         ):
-            raise InvalidInput(f"state.crop: length must lie in 0..{self.length}, got {length!r}")
+            raise InvalidInput(f"state.crop: length must lie in 0..{self.length}, got {quoted(length)}")
         self.spend("state.crop()")
         return replace(
             self,
@@ -234,7 +235,7 @@ def check_room(batch: object, capacity: object) -> None:
         if word == "capacity" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
-            raise InvalidInput(f"init_state: {word} must be an int of 0 or more{other}, got {value!r}")
+            raise InvalidInput(f"init_state: {word} must be an int of 0 or more{other}, got {quoted(value)}")
 
 
 def _check_memory(subject: str, held: Tensor, kv_heads: int, value_dim: int, key: Tensor) -> None:

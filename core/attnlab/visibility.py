@@ -130,6 +130,11 @@ class Visibility:
                 f"{subject}: the state holds segments, so its new tokens need segments= as well"
             )
         v.key_present = with_past(key_mask, past_present, batch, past or 0, new_length, device)
+        if past is not None:  # a state keeps these: memory that the caller may overwrite will not do
+            if v.key_present is not None and v.key_present is mask.key_mask:
+                v.key_present = v.key_present.clone()
+            if v.key_segments is not None and not past:
+                v.key_segments = v.key_segments.clone()
         v._settle_offset(mask, past, subject)
         v._drop_what_hides_nothing()
         return v

@@ -20,7 +20,7 @@ class AdditiveAttention(ScoreAttention):
 
     name = "additive"
     formula = "additive"
-    capabilities = replace(ScoreAttention.capabilities, query_dim=True)
+    capabilities = replace(ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True)
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ class DeltaRuleAttention(RecurrentAttention):
     name = "delta_rule"
     formula = "delta_rule"
     gates = MappingProxyType({"beta": GateSpec("[B,Hkv,Lk]", range="(0,1)")})
-    capabilities = replace(RecurrentAttention.capabilities, gates=True)
+    capabilities = replace(RecurrentAttention.capabilities, gates=True, exports=True)
 
     def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         answer = (key[..., None, :] @ memory)[..., 0, :]  # [B, Hkv, Dv]: what the memory holds for this key

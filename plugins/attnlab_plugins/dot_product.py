@@ -16,5 +16,5 @@ class DotProductAttention(ScoreAttention):
 
     name = "dot_product"
     formula = "softmax_dot_product"
-    capabilities = replace(ScoreAttention.capabilities)
+    capabilities = replace(ScoreAttention.capabilities, compiles=True, exports=True)
     inner_product = True

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
+from torch.backends.cuda import flash_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnlab import (
@@ -42,6 +46,8 @@ class FlashAttention(Attention):
         normalised=True,
         position_free=True,
         linear_in_value=True,
+        compiles=True,
+        exports=True,
     )
 
     def supports(self, request: Request) -> list[Reason]:
@@ -70,7 +76,7 @@ class FlashAttention(Attention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         try:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            with _only_flash(query):
                 out = fused_attention(query, key, value, call, call.scale)
         except RuntimeError as fault:
             if "No available kernel" not in str(fault):
@@ -85,3 +91,14 @@ class FlashAttention(Attention):
                 "dot_product serves the same formula by tiles"
             )
         return AttentionOutput(out)
+
+
+def _only_flash(query: Tensor) -> AbstractContextManager[None]:
+    """Where torch's function takes the flash kernel or nothing.
+
+    That choice is one switch for the whole process: calls in other threads meet it, and two that overlap leave it turned. So it
+    is not touched on the CPU, where torch takes flash first and every request that passed the gate fits it.
+    """
+    if query.device.type == "cpu" and not torch.compiler.is_compiling() and flash_sdp_enabled():
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)

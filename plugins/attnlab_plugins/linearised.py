@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -28,6 +29,7 @@ class LinearisedAttention(FeatureMapAttention):
 
     name = "linearised"
     formula = "linearised"
+    capabilities = replace(FeatureMapAttention.capabilities, compiles=True, exports=True)
 
     def __init__(
         self,

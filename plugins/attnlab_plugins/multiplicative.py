@@ -28,7 +28,7 @@ class MultiplicativeAttention(ScoreAttention):
 
     name = "multiplicative"
     formula = "multiplicative"
-    capabilities = replace(ScoreAttention.capabilities, query_dim=True)
+    capabilities = replace(ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True)
 
     def __init__(
         self,

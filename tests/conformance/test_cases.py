@@ -96,7 +96,19 @@ def test_a_case_is_moved_to_the_nearest_legal_head_size() -> None:
         "key_dim": 4,
         "value_dim": 4,
     }
-    assert fitted(Case(value_dim=5), range(16, 65), "cuda").value_dim == 5
+
+
+def test_widths_that_differ_stay_different_and_become_legal() -> None:
+    moved = fitted(Case(value_dim=5), range(16, 65), "cuda")
+    assert (moved.key_dim, moved.value_dim, moved.device) == (16, 17, "cuda")
+    moved = fitted(Case(head_dim=6), range(8, 65, 8), "cpu")
+    assert (moved.head_dim, moved.key_dim, moved.value_dim) == (16, 8, 8)
+
+
+def test_heads_are_as_many_as_the_variant_can_be_made_with() -> None:
+    assert fitted(case("gqa"), None, "cpu", (None, 1)).geometry["num_kv_heads"] == 1
+    only_one = fitted(case(), None, "cpu", (1, 1))
+    assert (only_one.num_heads, only_one.num_kv_heads) == (1, 1)
 
 
 def test_singles_hold_the_plain_case_and_every_label_in_every_dtype_asked() -> None:

@@ -163,10 +163,8 @@ def test_a_quick_run_has_only_cases_that_a_full_one_has(name: str) -> None:
 
     subject = subject_of(name)
     for check in all_checks():
-        quick, full = (
-            {p.id for p in cases_of(check, subject, quick=q, device="cpu")} for q in (True, False)
-        )
-        assert quick <= full, check.name
+        quick, full = ({p.id for p in cases_of(check, subject, quick=q, device="cpu")} for q in (True, False))
+        assert quick - {""} <= full, check.name  # a dear check may be left out of a quick run, and says so
 
 
 def test_a_case_that_does_not_exist_is_refused_with_the_nearest() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -87,7 +87,9 @@ def test_a_known_failure_may_name_a_plugins_check(monkeypatch: pytest.MonkeyPatc
         formula = "softmax_dot_product"
         inner_product = True
         name = "dotted"
-        known_failures = {"output_is_small": attnlab.KnownFailure("its name is older than the rule")}
+        known_failures: ClassVar[Any] = {
+            "output_is_small": attnlab.KnownFailure("its name is older than the rule")
+        }
 
     (result,) = run_checks(Dotted, only="output_is_small")
     assert result.status == "known failure"

@@ -258,6 +258,29 @@ def test_segments_continue_across_a_state() -> None:
     torch.testing.assert_close(torch.cat(outs, 2), whole, **CLOSE)
 
 
+@pytest.mark.parametrize("kept", ["key_mask", "segments"])
+def test_a_state_keeps_no_memory_of_the_callers_mask(kept: str) -> None:
+    variant, x = made("dot_product"), inputs()
+    mask = torch.tensor([[False, True, True, True, True, True, True], [True] * 7])
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2, 2]])
+
+    def part(start: int, stop: int) -> dict[str, Any]:
+        own = ids[:, start:stop].clone()
+        return (
+            {"key_mask": mask[:, start:stop].clone()}
+            if kept == "key_mask"
+            else {"segments": (own, own.clone())}
+        )
+
+    whole = step(variant, x, 0, L, **part(0, L)).out
+    first = part(0, 3)
+    state = step(variant, x, 0, 3, state=variant.init_state(B, dtype=torch.float64), **first).state
+    for given in (first[kept],) if kept == "key_mask" else first[kept]:
+        given.copy_(given.flip(1) if kept == "segments" else ~given)  # the caller's buffer moves on
+    out = step(variant, x, 3, L, state=state, **part(3, L)).out
+    torch.testing.assert_close(out, whole[:, :, 3:], **CLOSE)
+
+
 def test_segments_are_given_always_or_never() -> None:
     variant, x = made("dot_product"), inputs()
     ids = torch.zeros(B, 3, dtype=torch.long)

@@ -102,3 +102,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that has the wheel, in a folder with spaces and Japanese letters."""
     return install(wheel, tmp_path_factory.mktemp("注意 の 環境") / "venv")
+
+
+@pytest.fixture
+def own_environment(wheel: Path, tmp_path: Path) -> Path:
+    """The same, for one test that installs more into it."""
+    return install(wheel, tmp_path / "venv")

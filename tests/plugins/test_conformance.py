@@ -9,7 +9,8 @@ import pytest
 from attnlab import Registry, run_checks
 from attnlab.conformance import CheckResult
 
-NAMES = Registry.from_files(Path(__file__).resolve().parents[2] / "registry.yaml").names()
+REGISTRY = Registry.from_files(Path(__file__).resolve().parents[2] / "registry.yaml")
+NAMES = REGISTRY.names()
 
 
 def told(results: list[CheckResult]) -> str:
@@ -22,7 +23,11 @@ def test_there_are_variants_to_check() -> None:
     assert {"dot_product", "flash", "additive", "multiplicative", "linearised", "delta_rule"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    # A preset is the same class with another option; it has its turn in the full tests.
+    [pytest.param(n, marks=[pytest.mark.full] if REGISTRY.info(n).extends else []) for n in NAMES],
+)
 def test_a_registered_variant_passes_the_quick_checks(name: str) -> None:
     results = run_checks(name, quick=True)
     assert all(r.ok for r in results), told(results)

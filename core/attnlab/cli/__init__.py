@@ -10,11 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from attnlab._quoting import abridged
 from attnlab.errors import AttnlabError
 
 __all__ = ["main"]
 
 SUCCESS, FAILED, WRONG_USE, OUR_FAULT, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 130, 141
+LONGEST_WORD = 300  # characters of a typed word that a message repeats; a path is often longer than a name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from attnlab.cli import dispatch, terminal
 
     terminal.prepare()
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = dispatch.run(list(sys.argv[1:] if argv is None else argv))
+        code = dispatch.run(words)
         sys.stdout.flush()
         return code
     except SystemExit as stop:  # argparse's --help and --version, or a plugin's command
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return READER_GONE
     except AttnlabError as problem:
         _traceback_if_asked()
-        terminal.say(str(problem))
+        terminal.say(_abridged(str(problem), words))
         return WRONG_USE
     except ImportError as problem:
         _traceback_if_asked()
@@ -49,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as problem:
         _traceback_if_asked()
         terminal.abandon_output()
-        terminal.say(f"{problem.filename or 'reading or writing'}: {problem.strerror or problem}")
+        what = f"{problem.filename or 'reading or writing'}: {problem.strerror or problem}"
+        terminal.say(_abridged(what, words))
         return WRONG_USE
     except Exception as problem:
+        # The last resort: what nobody foresaw is told as a fault, never shown as a traceback.
         if _traceback_if_asked():
             return OUR_FAULT
         terminal.say(
@@ -59,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "please report it with the output of `ATTNLAB_DEBUG=1 attnlab ...` and `attnlab doctor`"
         )
         return OUR_FAULT
+
+
+def _abridged(message: str, words: Sequence[str]) -> str:
+    """The message with what was typed cut short: whole words, and what follows `=` in them."""
+    return abridged(message, (*words, *(word.partition("=")[2] for word in words)), LONGEST_WORD)
 
 
 def _code_of(stop: SystemExit) -> int:

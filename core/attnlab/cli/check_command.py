@@ -45,7 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="one check or one topic by name; may be given more than once",
     )
     parser.add_argument(
-        "--case", metavar="ID", help="one case of the checks by its id, or a pattern of ids: 'float16-causal*'"
+        "--case",
+        metavar="ID",
+        help="one case of the checks by its id, or a pattern of ids: 'float16-causal*'",
     )
     parser.add_argument(
         "--mutants",
@@ -64,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     if args.mutants:
         return _judge_the_suite(args)
     if not args.names:
-        raise InvalidInput("check: name a variant, '*' for all of them, or --mutants; `attnlab list` shows the names")
+        raise InvalidInput(
+            "check: name a variant, '*' for all of them, or --mutants; `attnlab list` shows the names"
+        )
     names = select(args.names, default_registry().names())
     _require_device(args.device)
     exact = {name for name in args.names if not is_pattern(name)}
@@ -138,9 +142,7 @@ def _checked(name: str, args: argparse.Namespace, title: str) -> list[CheckResul
 
     found: list[CheckResult] = []
     with terminal.progress(title) as line:
-        for result in iter_checks(
-            name, only=args.only, case=args.case, quick=args.quick, device=args.device
-        ):
+        for result in iter_checks(name, only=args.only, case=args.case, quick=args.quick, device=args.device):
             found.append(_with_registry(result, args.registry))
             line.text = f"{title}: {len(found)} cases, {result.check}"
     return found
@@ -148,7 +150,11 @@ def _checked(name: str, args: argparse.Namespace, title: str) -> list[CheckResul
 
 def _with_registry(result: CheckResult, files: list[str]) -> CheckResult:
     """The result, with the registry files of this call in the command that repeats it."""
-    return replace(result, options=" ".join(f"--registry {shlex.quote(str(file))}" for file in files)) if files else result
+    return (
+        replace(result, options=" ".join(f"--registry {shlex.quote(str(file))}" for file in files))
+        if files
+        else result
+    )
 
 
 def record(result: CheckResult) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NoReturn
 
+from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput, PluginError, nearest
 
 # name -> (module with configure and run, one line of help)
@@ -20,6 +21,7 @@ CORE = {
     "list": ("attnlab.cli.list_command", "the registered variants and what they can be asked for"),
     "info": ("attnlab.cli.info_command", "everything the registry says about one variant"),
     "check": ("attnlab.cli.check_command", "hold variants against their definition and the contract"),
+    "new": ("attnlab.cli.new_command", "a variant of your own to start from: code, registry row and test"),
     "doctor": (
         "attnlab.cli.doctor_command",
         "versions, devices, plugins and registry files, with their problems",
@@ -76,7 +78,9 @@ def run(words: Sequence[str]) -> int:
     with registry_files(args.registry):
         code = execute(args)
     if code is not None and not isinstance(code, int):
-        raise PluginError(f"{args.command}: the command returned {code!r} where an exit code was expected")
+        raise PluginError(
+            f"{args.command}: the command returned {quoted(code)} where an exit code was expected"
+        )
     return code or 0
 
 
@@ -96,7 +100,7 @@ def parse(
 
         found = find_command(name, CORE)
         if found is None:
-            raise InvalidInput(f"no command is called {name!r}; {nearest(name, _all_names())}")
+            raise InvalidInput(f"no command is called {quoted(name)}; {nearest(name, _all_names())}")
         parser.description = found.help
         configure, execute = found.configure, found.run
     configure(parser)

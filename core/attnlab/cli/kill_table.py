@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import time
 from collections import Counter
@@ -22,17 +23,19 @@ def run(form: str, quick: bool) -> int:
     """Print the kill table, the alarms and the sum of both; 1 where a mutant lives, a check is idle or an alarm is false."""
     from attnlab.conformance import kills
     from attnlab.conformance.checks import ALL
+    from attnlab.conformance.mutants import MUTANTS
 
     started = time.monotonic()
+    workers = os.cpu_count() or 1  # each works with one thread on tiny tensors
     found: list[Kill] = []
     alarms: list[Alarms] = []
     with terminal.progress("killing mutants") as line:
-        for kill in kills.iter_kills():
+        for kill in kills.iter_kills(workers):
             found.append(kill)
-            line.text = f"killing mutants: {len(found)} of {len(kills.MUTANTS)}, {kill.mutant}"
+            line.text = f"killing mutants: {len(found)} of {len(MUTANTS)}, {kill.mutant}"
         number = len(kills.correct_variants())
         line.text = f"looking for false alarms in {number} correct variants"
-        for alarm in kills.iter_alarms(quick=quick):
+        for alarm in kills.iter_alarms(quick=quick, workers=workers):
             alarms.append(alarm)
             line.text = f"looking for false alarms: {len(alarms)} of {number}, {alarm.variant}"
     killing = {kill.check for kill in found if kill.killed}

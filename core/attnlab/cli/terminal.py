@@ -23,7 +23,8 @@ def prepare() -> None:
     """Let stdout and stderr show what their encoding lacks as an escape, and a closed one take everything."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us, or a program without a console
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # for as long as the process lives
+            # Open for as long as the process lives.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -116,11 +116,27 @@ def in_dtypes(cases: Iterable[Case], dtypes: Iterable[str]) -> list[Case]:
     return [replace(c, dtype=dtype) for dtype in dtypes for c in kept]
 
 
-def fitted(c: Case, head_dims: range | None, device: str) -> Case:
-    """The case on `device` and, where the variant limits head sizes, at the nearest legal one."""
+Heads = tuple[int | None, int | None]
+"""The only number of query heads and of key/value heads that a variant can be made with; None: any."""
+
+
+def fitted(c: Case, head_dims: range | None, device: str, heads: Heads = (None, None)) -> Case:
+    """The case on `device` and at the nearest sizes that the variant can be made with; widths that differ stay different."""
     if head_dims is not None and len(head_dims):
-        legal = min(head_dims, key=lambda d: (abs(d - c.head_dim), d))
-        if c.head_dim not in head_dims:
-            value = legal if c.value_dim == c.key_dim else c.value_dim
-            c = replace(c, head_dim=legal, key_dim=legal, value_dim=value)
-    return replace(c, device=device)
+        key = _nearest(c.key_dim, head_dims)
+        query = key if c.head_dim == c.key_dim else _nearest(c.head_dim, head_dims, other_than=key)
+        value = key if c.value_dim == c.key_dim else _nearest(c.value_dim, head_dims, other_than=key)
+        c = replace(c, head_dim=query, key_dim=key, value_dim=value)
+    query_heads, kv_heads = heads
+    return replace(
+        c,
+        device=device,
+        num_heads=query_heads or c.num_heads,
+        num_kv_heads=kv_heads or c.num_kv_heads,
+    )
+
+
+def _nearest(size: int, legal: range, other_than: int | None = None) -> int:
+    """The legal size nearest to this one, and another than that one where there is one."""
+    sizes = [d for d in legal if d != other_than] or list(legal)
+    return min(sizes, key=lambda d: (abs(d - size), d))

@@ -47,6 +47,8 @@ class Check:
 
     claims: properties that switch it on; unclaimed means not applicable. asks_more: whether it asks for declared
     things beyond its case's features (weights beside a mask, say), so that a refused combination is no fault.
+    random_too: whether it holds for a variant that is random by design, as calls of one shape draw the same numbers
+    (`Inputs.run` seeds them); unset, such a variant is not judged by it.
     """
 
     function: Callable[[Any, Case], None]
@@ -54,6 +56,7 @@ class Check:
     cases: Callable[[Scope], Iterable[Case]]
     claims: tuple[str, ...] = ()
     asks_more: bool = False
+    random_too: bool = False
 
     @property
     def name(self) -> str:

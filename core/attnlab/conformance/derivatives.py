@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlab.conformance.draws import require_exact
 from attnlab.conformance.features import normal
 from attnlab.conformance.inputs import Inputs, define, parameters_of
 
@@ -26,10 +27,15 @@ def recorded(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> di
     return {n: t.detach().clone().to(dtype or t.dtype).requires_grad_() for n, t in tensors.items()}
 
 
+def trained(variant: Any) -> dict[str, Tensor]:
+    """Its parameters that require a gradient, by name; frozen ones are constants."""
+    return {name: p for name, p in variant.named_parameters() if p.requires_grad}
+
+
 def gradients(variant: Any, inputs: Inputs, grad_out: Tensor, **more: Any) -> tuple[Tensor, Gradients]:
     """The variant's out, and the gradients of sum(out * grad_out) by input and parameter name."""
     leaves = recorded(inputs.tensors())
-    parameters = dict(variant.named_parameters())
+    parameters = trained(variant)
     with torch.enable_grad():
         out = inputs.rebuilt(leaves).run(variant, **more).out
         found = torch.autograd.grad(
@@ -46,10 +52,11 @@ def defined_gradients(
     visible: Tensor | None = None,
 ) -> Gradients:
     """The same gradients through the definition, everything in `dtype`."""
+    require_exact(variant, inputs)
     leaves = recorded(inputs.tensors(), dtype)
-    trained = {name for name, _ in variant.named_parameters()}
+    names = trained(variant)
     state = parameters_of(variant, dtype)
-    parameters = {n: state[n].clone().requires_grad_() for n in state if n in trained}
+    parameters = {n: state[n].clone().requires_grad_() for n in state if n in names}
     with torch.enable_grad():
         out = define(
             variant, inputs.rebuilt(leaves), dtype=dtype, parameters={**state, **parameters}, visible=visible

@@ -110,7 +110,7 @@ def hides_a_third(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def leans_on_distance(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
     """A score_mod that depends on everything it is given."""
-    leaned: Tensor = score * (1 + 0.1 * h) - 0.05 * (q - k) + 0.02 * b
+    leaned: Tensor = score * (1 + 0.1 * h + 0.05 * (q % 3)) - 0.05 * (q - k) + 0.02 * b + 0.04 * (k % 3)
     return leaned
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from attnlab.conformance import visibility
 from attnlab.conformance.cases import Case
 from attnlab.conformance.check import NotApplicable
+from attnlab.conformance.draws import draws_freely, require_exact, seeded_draws
 from attnlab.conformance.features import FEATURES, normal
 from attnlab.conformance.machinery import machinery_of
 from attnlab.conformance.tolerances import Bound, bound, largest
@@ -32,8 +34,10 @@ class Inputs:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, variant: Any, **more: Any) -> Any:
-        """The variant's `AttentionOutput`; `more` are further arguments."""
-        return variant(self.query, self.key, self.value, **{**self.arguments, **more})
+        """The variant's `AttentionOutput`; `more` are further arguments. Where it may draw, it draws from one seed."""
+        fixed = draws_freely(variant) and not more.get("dropout_p")
+        with seeded_draws(self.case.seed, self.case.device) if fixed else nullcontext():
+            return variant(self.query, self.key, self.value, **{**self.arguments, **more})
 
     def with_tensors(self, **tensors: Any) -> Inputs:
         """A copy with other query, key, value, or arguments by name."""
@@ -73,15 +77,15 @@ class Inputs:
 def draw(case: Case, variant: Any) -> Inputs:
     """The tensors of `case` for `variant`: seeded, drawn in float64 and cast, so dtypes share their numbers.
 
-    For recurrences keys have unit length, as their papers have it: the delta rule diverges where
-    beta |k|^2 exceeds 2.
+    For recurrences (and whatever else reads gates) keys have unit length, as their papers have it: the delta rule
+    diverges where beta |k|^2 exceeds 2.
     """
     generator = torch.Generator().manual_seed(case.seed + 1)
     dtype, device = getattr(torch, case.dtype), torch.device(case.device)
     query = normal(generator, case.batch, case.num_heads, case.query_length, case.head_dim)
     key = normal(generator, case.batch, case.num_kv_heads, case.key_length, case.key_dim)
     value = normal(generator, case.batch, case.num_kv_heads, case.key_length, case.value_dim)
-    if getattr(variant, "family", "") == "recurrent":
+    if getattr(variant, "family", "") == "recurrent" or getattr(variant, "gates", None):
         key = torch.nn.functional.normalize(key, dim=-1)
     arguments: dict[str, Any] = {}
     for label in case.features:
@@ -168,16 +172,18 @@ def define(
     arguments = {
         n: cast.arguments.get(n) for n in ("scale", "bias", "softcap", "score_mod", "sinks", "gates")
     }
-    return judging(variant)(
-        cast.query,
-        cast.key,
-        cast.value,
-        visible=seen.to(cast.query.device),
-        parameters=parameters_of(variant, dtype) if parameters is None else parameters,
-        options=variant.options,
-        positions=tuple(p.to(cast.query.device) for p in where),
-        **arguments,
-    )
+    # A definition may draw too, in the variant's order: then it is held to the same numbers.
+    with seeded_draws(inputs.case.seed, inputs.case.device) if draws_freely(variant) else nullcontext():
+        return judging(variant)(
+            cast.query,
+            cast.key,
+            cast.value,
+            visible=seen.to(cast.query.device),
+            parameters=parameters_of(variant, dtype) if parameters is None else parameters,
+            options=variant.options,
+            positions=tuple(p.to(cast.query.device) for p in where),
+            **arguments,
+        )
 
 
 def plain_dtype(dtype: str) -> str:
@@ -192,7 +198,11 @@ def reduction_terms(case: Case) -> int:
 
 
 def exact_and_bound(variant: Any, inputs: Inputs, what: str = "out") -> tuple[Tensor, Bound]:
-    """The float64 answer named `what` ("out", "weights" or "lse") and the bound on errors against it."""
+    """The float64 answer named `what` ("out", "weights" or "lse") and the bound on errors against it.
+
+    `NotApplicable` for a variant that is random or gives up `exact`.
+    """
+    require_exact(variant, inputs)
     case = inputs.case
     visible = inputs.visible()
     with torch.no_grad():

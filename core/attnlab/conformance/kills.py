@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 from attnlab.conformance.mutants import MUTANTS, Mutant
-from attnlab.conformance.plan import all_checks
 from attnlab.conformance.results import CheckResult
 from attnlab.conformance.runner import iter_checks
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +45,31 @@ class Alarms:
     failed: tuple[CheckResult, ...]
 
 
-def iter_kills() -> Iterator[Kill]:
-    """Every mutant against its owner: the quick cases first, all of them where it survives those; stops at the first failure."""
-    topics = {check.name: check.topic for check in all_checks()}
-    for mutant in MUTANTS:
-        started = time.perf_counter()
-        cases, message = 0, ""
-        with _registered(mutant) as subject:
-            for quick in (True, False):
-                for result in iter_checks(subject, only=mutant.owner, quick=quick):
-                    cases += 1
-                    if not result.ok:
-                        message = result.message
-                        break
-                if message:
+def iter_kills(workers: int = 1) -> Iterator[Kill]:
+    """Every mutant against the check that owns its kind of mistake; `workers` processes share the work."""
+    yield from _shared(_kill_at, range(len(MUTANTS)), workers)
+
+
+def kill(mutant: Mutant) -> Kill:
+    """One mutant against its owner: the quick cases first, all of them where it survives those, to the first failure."""
+    started = time.perf_counter()
+    cases, topic, message = 0, "", ""
+    with _registered(mutant) as subject:
+        for quick in (True, False):
+            for result in iter_checks(subject, only=mutant.owner, quick=quick):
+                cases, topic = cases + 1, result.topic
+                if not result.ok:
+                    message = result.message
                     break
-        seconds = time.perf_counter() - started
-        yield Kill(
-            mutant.name, mutant.story, mutant.owner, topics[mutant.owner], bool(message), cases, seconds, message
-        )
+            if message:
+                break
+    seconds = time.perf_counter() - started
+    return Kill(mutant.name, mutant.story, mutant.owner, topic, bool(message), cases, seconds, message)
 
 
-def iter_alarms(*, quick: bool = True) -> Iterator[Alarms]:
+def iter_alarms(*, quick: bool = True, workers: int = 1) -> Iterator[Alarms]:
     """Every registered variant that can be had here, the textbook variants and the unusual ones, all of them correct."""
-    for name, subject in correct_variants():
-        started = time.perf_counter()
-        results = list(iter_checks(subject, quick=quick))
-        failed = tuple(r for r in results if not r.ok)
-        yield Alarms(name, len(results), time.perf_counter() - started, failed)
+    yield from _shared(partial(_alarms_at, quick=quick), range(len(correct_variants())), workers)
 
 
 def correct_variants() -> list[tuple[str, Any]]:
@@ -78,9 +79,34 @@ def correct_variants() -> list[tuple[str, Any]]:
     from attnlab.conformance.unusual import UNUSUAL
 
     registry = default_registry()
-    built_in = [n for n in registry.names() if registry.info(n).owner == "attnlab" and not registry.info(n).unavailable]
-    classes = (TextbookAttention, TextbookLinear, TextbookDelta, *UNUSUAL)
+    built_in = [
+        n
+        for n in registry.names()
+        if registry.info(n).owner == "attnlab" and not registry.info(n).unavailable
+    ]
+    classes: tuple[type[Any], ...] = (TextbookAttention, TextbookLinear, TextbookDelta, *UNUSUAL)
     return [*((name, name) for name in built_in), *((cls.__name__, cls) for cls in classes)]
+
+
+def _shared(work: Callable[[int], _T], numbers: Iterable[int], workers: int) -> Iterator[_T]:
+    """`work(n)` for every number in order, in this process or in `workers` fresh ones."""
+    if workers < 2:
+        yield from map(work, numbers)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, numbers)
+
+
+def _kill_at(number: int) -> Kill:
+    return kill(MUTANTS[number])
+
+
+def _alarms_at(number: int, quick: bool) -> Alarms:
+    name, subject = correct_variants()[number]
+    started = time.perf_counter()
+    results = list(iter_checks(subject, quick=quick))
+    failed = tuple(r for r in results if not r.ok)
+    return Alarms(name, len(results), time.perf_counter() - started, failed)
 
 
 @contextmanager

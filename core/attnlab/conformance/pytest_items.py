@@ -1,7 +1,7 @@
 """`conformance(variant)`: one pytest item for each check and case, in anybody's test file. Needs torch and pytest.
 
-    from attnlab.conformance import conformance
-    test_my_variant = conformance("my_variant")          # or a class, or an instance
+from attnlab.conformance import conformance
+test_my_variant = conformance("my_variant")          # or a class, or an instance
 """
 
 from __future__ import annotations

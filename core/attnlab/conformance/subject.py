@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from attnlab.capabilities import Capabilities
-from attnlab.conformance.cases import Case, fitted
-from attnlab.errors import InvalidInput
+from attnlab.conformance.cases import Case, Heads, fitted
+from attnlab.errors import InvalidInput, UnsupportedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,33 @@ class Subject:
     """A variant by name, and `make(**sizes)`, which creates an instance.
 
     `probe` is an instance at the base sizes: its capabilities, which it may have narrowed, decide what is
-    asked. `registered` says whether the name stands in the default registry.
+    asked. `registered` says whether the name stands in the default registry. `heads` are the only numbers of heads
+    that it can be made with, where it refuses others. `random` says that seeds change what it returns, which it is
+    free to do as long as it does not claim `deterministic`.
     """
 
     name: str
     make: Callable[..., Any]
     probe: Any
     registered: bool
+    heads: Heads = (None, None)
+    random: bool = False
 
     @property
     def capabilities(self) -> Capabilities:
         """What the variant declares, as its instances narrow it."""
         declared: Capabilities = self.probe.capabilities
         return declared
+
+    def is_larger(self, case: Case) -> bool:
+        """Whether some size of the case exceeds that of the base case, which a variant cannot refuse."""
+        base = fitted(Case(), self.capabilities.head_dims, case.device, self.heads)
+        longest = max(base.query_length, base.key_length)
+        return (
+            case.batch > base.batch
+            or max(case.query_length, case.key_length) > longest
+            or any(size > base.geometry[word] for word, size in case.geometry.items())
+        )
 
     def instance(self, case: Case) -> Any:
         """A seeded instance at the sizes, dtype and device of `case`, in eval mode."""
@@ -50,32 +64,55 @@ def subject_of(given: Any) -> Subject:
         def by_name(**sizes: int) -> Any:
             return registry.create(given, **sizes)
 
-        return Subject(given, by_name, _probe(by_name, registry.variant_class(given).capabilities), True)
+        return Subject(
+            given, by_name, registered=True, **_probed(by_name, registry.variant_class(given).capabilities)
+        )
     if isinstance(given, type) and issubclass(given, Attention):
-        return Subject(given.name or given.__name__, given, _probe(given, given.capabilities), False)
+        name = given.name or given.__name__
+        return Subject(name, given, registered=False, **_probed(given, given.capabilities))
     if isinstance(given, Attention):
         original = given
 
         def sibling(**sizes: int) -> Any:
             return like(original, **sizes)
 
-        return Subject(given.name, sibling, _probe(sibling, type(given).capabilities), False)
+        return Subject(given.name, sibling, registered=False, **_probed(sibling, type(given).capabilities))
     raise InvalidInput(
         f"run_checks: expected a registered name, an Attention class or an instance of one, got {given!r}; "
         f"`attnlab.names()` lists the registered names"
     )
 
 
-def _probe(make: Callable[..., Any], ceiling: Capabilities) -> Any:
-    return seeded(
-        make,
-        fitted(
-            Case(dtype=sorted(ceiling.dtypes, key=_width)[-1] if ceiling.dtypes else "float32"),
-            ceiling.head_dims,
-            "cpu",
-        ),
-        place=False,
-    )
+HEADS: tuple[Heads, ...] = ((None, None), (None, 1), (1, 1))
+"""Numbers of heads that are tried: as cases ask for them, one key/value head, one head."""
+
+
+def _probed(make: Callable[..., Any], ceiling: Capabilities) -> dict[str, Any]:
+    """An instance at the base sizes, with as few restrictions on its heads as it lets pass, and whether it is random."""
+    base = Case(dtype=sorted(ceiling.dtypes, key=_width)[-1] if ceiling.dtypes else "float32")
+    refusals = []
+    for heads in HEADS:
+        fit = fitted(base, ceiling.head_dims, "cpu", heads)
+        try:
+            probe = seeded(make, fit, place=False)
+        except UnsupportedRequest as refusal:
+            refusals.append(refusal)
+            continue
+        return {"probe": probe, "heads": heads, "random": _random(make, fit)}
+    raise refusals[0]
+
+
+def _random(make: Callable[..., Any], base: Case) -> bool:
+    from attnlab.conformance.draws import draws_freely, is_random
+    from attnlab.conformance.inputs import draw
+
+    variant = seeded(make, base)
+    if not draws_freely(variant) or base.missing(variant.capabilities):
+        return False
+    try:
+        return is_random(variant, draw(base, variant))
+    except Exception:  # what a plain call raises is for the checks to tell
+        return False
 
 
 def _width(dtype: str) -> int:
@@ -92,7 +129,7 @@ def seeded(make: Callable[..., Any], case: Case, place: bool = True) -> Any:
         variant = make(**case.geometry)
         with torch.no_grad():
             for parameter in variant.parameters():
-                if parameter.numel() and not bool(parameter.any()):
+                if parameter.is_floating_point() and parameter.numel() and not bool(parameter.any()):
                     parameter.normal_(std=0.3)
     variant = variant.eval()
     return variant.to(device=case.device, dtype=getattr(torch, case.dtype)) if place else variant
@@ -107,7 +144,8 @@ def like(variant: Any, **sizes: int) -> Any:
         "key_dim": variant.key_dim,
         "value_dim": variant.value_dim,
     }
-    other = type(variant)(**{**base, **sizes}, **variant.options)
+    with torch.random.fork_rng(devices=[]):
+        other = type(variant)(**{**base, **sizes}, **variant.options)
     other.name = variant.name
     mine, theirs = variant.state_dict(), other.state_dict()
     if mine and {n: x.shape for n, x in mine.items()} == {n: x.shape for n, x in theirs.items()}:

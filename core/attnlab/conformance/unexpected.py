@@ -38,7 +38,10 @@ ADVICE = (
         "does not require grad",
         "the output left the graph: detach(), no_grad() or .data stands between the inputs and it",
     ),
-    ("not implemented for 'half'", "torch has no such operation for float16 here: compute in float32, or do not declare it"),
+    (
+        "not implemented for 'half'",
+        "torch has no such operation for float16 here: compute in float32, or do not declare it",
+    ),
 )
 _OURS = str(Path(attnlab.__file__).resolve().parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -59,7 +62,9 @@ def _place(fault: Exception) -> str:
     frames = traceback.extract_tb(fault.__traceback__)
     paths = [(frame, str(Path(frame.filename).resolve())) for frame in frames]
     outside = [frame for frame, path in paths if not path.startswith((_OURS, _TORCH)) and Path(path).exists()]
-    ours = [frame for frame, path in paths if path.startswith(_OURS) and "conformance" not in path[len(_OURS) :]]
+    ours = [
+        frame for frame, path in paths if path.startswith(_OURS) and "conformance" not in path[len(_OURS) :]
+    ]
     mutants = [frame for frame, path in paths if "mutants" in path[len(_OURS) :] and path.startswith(_OURS)]
     chosen = outside or mutants or ours
     if not chosen:

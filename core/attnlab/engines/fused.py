@@ -45,6 +45,10 @@ def fused_attention(
         query, scale = query * scale, 1.0
     # The flash kernels want adjacent head elements; torch would fall back to the plain formula without a word.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if query.stride(2) < query.shape[3]:
+        query = (
+            query.contiguous()
+        )  # rows that overlap: torch's CPU kernel gives its result the query's strides
     # A branch, so that it is a bool where shapes are dynamic as well.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
     seen = call.visibility

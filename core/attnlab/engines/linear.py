@@ -46,7 +46,7 @@ def align_to_queries(
     (added to `kv`, `z` where given); keys past the last query are seen by none. Absent keys hold zero features.
     """
     lk = key.shape[2]
-    if isinstance(offset, int):
+    if not isinstance(offset, Tensor):  # an int, or a symbolic one while torch.export traces
         if offset == 0 and lk == query_length:
             return key, value, kv, z
         head = min(max(offset, 0), lk)
@@ -110,8 +110,9 @@ def causal_linear_blocks(
     chunk the masked product, before it the sums so far. `O(L C (P + Dv) + L P Dv)` work, `O(L Dv)` memory beyond a block.
     """
     outs = []
-    for start in range(0, length, BLOCK):
-        query, key, value = block(start, min(start + BLOCK, length))
+    blocks = -(-length // BLOCK)
+    for i in range(blocks):  # a compiled graph depends on the number of blocks, not on the length
+        query, key, value = block(i * BLOCK, length if i == blocks - 1 else (i + 1) * BLOCK)
         if kv is None or z is None:
             kv = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
             z = key.new_zeros(*key.shape[:2], key.shape[3])
@@ -127,11 +128,12 @@ def _one_block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, kv_heads, length, features = key.shape
     width = value.shape[3]
-    c = min(chunk, length)
-    pad = -length % c
+    # A branch, which a compiler decides; min() would stay symbolic.
+    c = length if length < chunk else chunk
+    n = -(-length // c)
+    pad = n * c - length
     if pad:
         query, key, value = (torch.nn.functional.pad(t, (0, 0, 0, pad)) for t in (query, key, value))
-    n = (length + pad) // c
     q = fold_groups(query, kv_heads).reshape(batch, kv_heads, -1, n, c, features)  # [B, Hkv, G, N, C, P]
     k = key.reshape(batch, kv_heads, n, c, features)  # [B, Hkv, N, C, P]
     v = value.reshape(batch, kv_heads, n, c, width)  # [B, Hkv, N, C, Dv]

@@ -198,12 +198,12 @@ class ScoreAttention(Attention):
 
 
 def _fused_plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return scaled_dot_product_attention(query, key, value)
 
 
 def _fused_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return scaled_dot_product_attention(query, key, value, is_causal=True)

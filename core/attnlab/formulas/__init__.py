@@ -14,6 +14,9 @@ Layout: query `[B, Hq, Lq, Dq]`, key `[B, Hkv, Lk, Dk]`, value `[B, Hkv, Lk, Dv]
 state_dict, `options` the options it was created with. Inputs are normally float64; in a lower dtype
 the same functions are "the plain formula in that dtype" of which tolerances speak.
 
+`softmax_attention` and the other steps that the shared definitions are written with (`per_query_head`,
+`without_absent`, `pair_products`, `mix`) serve a plugin's own definition as well.
+
 Needs torch. May be imported by anyone.
 """
 
@@ -26,6 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from attnlab.errors import PluginError, nearest
+from attnlab.formulas._parts import mix, pair_products, per_query_head, softmax_attention, without_absent
 from attnlab.formulas.additive import additive
 from attnlab.formulas.delta_rule import delta_rule
 from attnlab.formulas.dot_product import softmax_dot_product
@@ -42,9 +46,14 @@ __all__ = [
     "delta_rule",
     "golden_cases",
     "linearised",
+    "mix",
     "multiplicative",
+    "pair_products",
+    "per_query_head",
+    "softmax_attention",
     "softmax_dot_product",
     "unverified",
+    "without_absent",
 ]
 
 Definition = Callable[..., dict[str, Tensor]]

@@ -61,11 +61,11 @@ def softmax_attention(
     *,
     visible: Tensor,
     scale: float | Tensor,
-    softcap: float | None,
-    score_mod: ScoreMod | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    positions: Positions | None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    positions: Positions | None = None,
 ) -> dict[str, Tensor]:
     """scores -> * scale -> softcap -> score_mod -> + bias -> hide -> normalise -> @ value.
 

@@ -72,7 +72,9 @@ def test_check_reports_by_topic_and_succeeds(run: Run, conformance: Conformance)
     assert calls == [{"name": "additive", "only": None, "case": None, "quick": False, "device": "cpu"}]
 
 
-def test_check_says_what_was_refused_and_why_something_did_not_apply(run: Run, conformance: Conformance) -> None:
+def test_check_says_what_was_refused_and_why_something_did_not_apply(
+    run: Run, conformance: Conformance
+) -> None:
     conformance(
         additive=[
             result("refuses", "refused", "window is not declared and was refused", topic="refusals"),
@@ -86,7 +88,8 @@ def test_check_says_what_was_refused_and_why_something_did_not_apply(run: Run, c
     _, out, _ = run("check", "additive")
     assert "\n  refused as required: window, dtype float64\n" in out
     assert (
-        "\n  not applicable:\n    it offers no crop: crops (2 cases)\n    it does not declare dropout: drops\n" in out
+        "\n  not applicable:\n    it offers no crop: crops (2 cases)\n    it does not declare dropout: drops\n"
+        in out
     )
 
 
@@ -135,7 +138,19 @@ def test_a_known_failure_is_shown_and_does_not_fail(run: Run, conformance: Confo
 
 def test_check_passes_its_options_on(run: Run, conformance: Conformance) -> None:
     calls = conformance(additive=[result("leak", "passed")])
-    run("check", "additive", "--quick", "--only", "leak", "--only", "masks", "--device", "cuda:1", "--case", "f*")
+    run(
+        "check",
+        "additive",
+        "--quick",
+        "--only",
+        "leak",
+        "--only",
+        "masks",
+        "--device",
+        "cuda:1",
+        "--case",
+        "f*",
+    )
     assert calls == [
         {"name": "additive", "only": ["leak", "masks"], "case": "f*", "quick": True, "device": "cuda:1"}
     ]

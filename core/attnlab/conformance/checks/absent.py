@@ -15,8 +15,10 @@ from torch import Tensor
 from attnlab.conformance import visibility
 from attnlab.conformance.cases import Case, case, each
 from attnlab.conformance.check import Check, Scope
+from attnlab.conformance.checks._runs import declared
+from attnlab.conformance.checks.extremes import long_inputs
 from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.inputs import Inputs, reduction_terms
 from attnlab.conformance.messages import demand_close, demand_zero
 from attnlab.conformance.tolerances import largest, rounding_bound
 
@@ -29,7 +31,7 @@ ADVICE = (
 
 def check_absent_slots_reach_no_output(variant: Any, case: Case) -> None:
     """NaN, Inf and 1e30 in absent slots change neither out nor, where declared, weights and lse."""
-    inputs = draw(case, variant)
+    inputs = long_inputs(variant, case)
     asked = {"need_weights": bool(variant.capabilities.weights), "need_lse": bool(variant.capabilities.lse)}
     with torch.no_grad():
         clean = filled(inputs, 0.0).run(variant, **asked)
@@ -53,7 +55,7 @@ def check_absent_slots_reach_no_output(variant: Any, case: Case) -> None:
 
 def check_absent_slots_reach_no_gradient(variant: Any, case: Case) -> None:
     """NaN, Inf and 1e30 in absent slots change no gradient, and their own gradient is exactly 0."""
-    inputs = draw(case, variant)
+    inputs = long_inputs(variant, case)
     direction = direction_for(inputs)
     _, clean = gradients(variant, filled(inputs, 0.0), direction)
     absent_query, absent_key = absent_slots(inputs)
@@ -119,6 +121,10 @@ def _cases(scope: Scope) -> Iterable[Case]:
     yield case("causal", "key_mask_left", dtype=scope.base)
     yield case("causal", "key_mask_holes", "gqa", dtype=scope.base)
     yield case("key_mask_left", "longer_keys", dtype=scope.base)
+    yield case(*declared(scope, "segments", "gqa"), needs=("segments",), dtype=scope.base)
+    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 140, "key_length": 140}
+    for more in ((), ("causal",)):
+        yield case(*more, needs=("key_mask",), note="late keys", dtype=scope.base, **sizes)
     for dtype in scope.dtypes:
         if dtype != scope.base and not (scope.quick and dtype == "float64"):
             yield case("key_mask_holes", dtype=dtype)
@@ -126,10 +132,10 @@ def _cases(scope: Scope) -> Iterable[Case]:
 
 
 def _gradient_cases(scope: Scope) -> Iterable[Case]:
-    return (replace(c, needs=("backward",)) for c in _cases(scope))
+    return (replace(c, needs=(*c.needs, "backward")) for c in _cases(scope))
 
 
 CHECKS = (
-    Check(check_absent_slots_reach_no_output, "absent slots", _cases, asks_more=True),
-    Check(check_absent_slots_reach_no_gradient, "absent slots", _gradient_cases),
+    Check(check_absent_slots_reach_no_output, "absent slots", _cases, asks_more=True, random_too=True),
+    Check(check_absent_slots_reach_no_gradient, "absent slots", _gradient_cases, random_too=True),
 )

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, Scope
+from attnlab.conformance.checks._runs import declared
+from attnlab.conformance.checks.extremes import long_inputs
 from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.inputs import Inputs, draw
+from attnlab.conformance.inputs import Inputs
 from attnlab.conformance.messages import demand, demand_finite, demand_zero
 
 ADVICE = (
@@ -81,7 +83,7 @@ def check_dead_rows_receive_no_gradient(variant: Any, case: Case) -> None:
 
 
 def _with_dead_rows(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
-    inputs = draw(case, variant)
+    inputs = long_inputs(variant, case)
     if case.note == "no_keys":
         inputs = inputs.with_tensors(
             key_lengths=torch.tensor([0, case.key_length], device=case.device)[: case.batch]
@@ -113,6 +115,16 @@ def _cases(scope: Scope) -> Iterable[Case]:
         yield case("bottom_right", "longer_queries", dtype=dtype)
         yield case("window", "negative_offset", dtype=dtype)
         yield case("mask", "sinks", dtype=dtype)
+    # Whole tiles that are hidden, before others that are not and after them.
+    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 140, "key_length": 140}
+    yield case("causal", needs=("key_mask",), note="late keys", dtype=scope.base, **sizes)
+    yield case(
+        *declared(scope, "window", "negative_offset"),
+        note="late keys",
+        needs=("window", "causal", "key_mask"),
+        dtype=scope.base,
+        **sizes,
+    )
 
 
 def _gradient_cases(scope: Scope) -> Iterable[Case]:
@@ -122,6 +134,6 @@ def _gradient_cases(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_dead_rows_are_zero, "dead rows", _cases, asks_more=True),
-    Check(check_dead_rows_receive_no_gradient, "dead rows", _gradient_cases),
+    Check(check_dead_rows_are_zero, "dead rows", _cases, asks_more=True, random_too=True),
+    Check(check_dead_rows_receive_no_gradient, "dead rows", _gradient_cases, random_too=True),
 )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
-from attnlab.conformance.inputs import Inputs, define, has_definition, reduction_terms
+from attnlab.conformance.draws import require_exact
+from attnlab.conformance.inputs import Inputs, define, draw, has_definition, reduction_terms
 from attnlab.conformance.messages import demand, demand_close
 from attnlab.conformance.tolerances import Bound, derived, largest
 from attnlab.errors import InvalidInput, UnsupportedRequest
@@ -23,6 +24,7 @@ def check_golden_cases_are_reproduced(variant: Any, case: Case) -> None:
     found = golden_cases(variant)
     if not found:
         raise NotApplicable("it has no golden cases")
+    require_exact(variant, draw(case, variant))
     refusals = []
     for one in found:
         try:

@@ -11,20 +11,34 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case, singles
 from attnlab.conformance.check import Check, Scope
+from attnlab.conformance.checks._runs import declared
+from attnlab.conformance.checks.extremes import EDGES
+from attnlab.conformance.checks.values import together
 from attnlab.conformance.derivatives import defined_gradients, direction_for, gradients, recorded
 from attnlab.conformance.features import FEATURES, normal
-from attnlab.conformance.inputs import draw, plain_dtype, reduction_terms
+from attnlab.conformance.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
 from attnlab.conformance.messages import demand_close
 from attnlab.conformance.tolerances import UNIT, Bound, bound, largest
 
 
 def check_gradients_match_definition(variant: Any, case: Case) -> None:
-    """Gradients of query, key, value, bias, sinks, gates and parameters equal the definition's."""
-    inputs = draw(case, variant)
+    """Gradients of query, key, value, bias, sinks, gates and parameters equal the definition's, and so does the out they go with."""
+    inputs = _told(draw(case, variant))
     direction = direction_for(inputs)
     low = plain_dtype(case.dtype)
     visible = inputs.visible()
-    _, found = gradients(variant, inputs, direction)
+    out, found = gradients(variant, inputs, direction)
+    right, near = exact_and_bound(variant, inputs)
+    demand_close(
+        out,
+        right,
+        near,
+        variant,
+        case,
+        what="out",
+        versus="the float64 definition (while gradients are recorded)",
+        advice="The path that autograd records must compute what the other path computes",
+    )
     exact = defined_gradients(variant, inputs, direction, visible=visible)
     plain = defined_gradients(variant, inputs, direction, getattr(torch, low), visible=visible)
     for name, expected in exact.items():
@@ -60,18 +74,18 @@ def check_gradients_match_finite_differences(variant: Any, case: Case) -> None:
 
     _, found = gradients(variant, inputs, direction)
     base = inputs.tensors()
-    for step in _directions(base, case, 2):
+    for step in directions(base, case, 2):
         slope = sum(
             ((found[n] * d).sum() for n, d in step.items()), start=torch.zeros((), dtype=torch.float64)
         )
-        _demand_slope(variant, case, slope, _difference(value_at, base, step), "the gradient")
+        demand_slope(variant, case, slope, difference(value_at, base, step), "the gradient")
 
 
 def check_second_derivatives_match_finite_differences(variant: Any, case: Case) -> None:
     """In float64 the slope of the gradient is the one that double backward computes."""
     inputs = draw(case, variant)
     direction = direction_for(inputs)
-    first, second = _directions(inputs.tensors(), case, 2)
+    first, second = directions(inputs.tensors(), case, 2)
 
     def gradient_along(
         tensors: dict[str, Tensor], create_graph: bool = False
@@ -94,8 +108,8 @@ def check_second_derivatives_match_finite_differences(variant: Any, case: Case) 
     along, leaves = gradient_along(inputs.tensors(), create_graph=True)
     found = torch.autograd.grad(along, list(leaves.values()), allow_unused=True, materialize_grads=True)
     slope = sum(((g * second[n]).sum() for n, g in zip(leaves, found, strict=True)), torch.zeros(()))
-    measured = _difference(lambda tensors: gradient_along(tensors)[0].detach(), inputs.tensors(), second)
-    _demand_slope(variant, case, slope, measured, "the second derivative")
+    measured = difference(lambda tensors: gradient_along(tensors)[0].detach(), inputs.tensors(), second)
+    demand_slope(variant, case, slope, measured, "the second derivative")
 
 
 def check_gradients_honour_the_strides_of_grad_output(variant: Any, case: Case) -> None:
@@ -125,7 +139,16 @@ def check_gradients_honour_the_strides_of_grad_output(variant: Any, case: Case) 
             )
 
 
-def _directions(tensors: dict[str, Tensor], case: Case, count: int) -> list[dict[str, Tensor]]:
+def _told(inputs: Inputs) -> Inputs:
+    """The inputs; noted `opposed`, with scores far below 0, where a backward needs the row's maximum too; or at an end of theirs."""
+    note = inputs.case.note
+    if note == "opposed":
+        return inputs.with_tensors(query=inputs.query + 6, key=inputs.key - 6)
+    return inputs.with_tensors(**EDGES[note].make(inputs)) if note in EDGES else inputs
+
+
+def directions(tensors: dict[str, Tensor], case: Case, count: int) -> list[dict[str, Tensor]]:
+    """Random directions in which the tensors are moved."""
     generator = torch.Generator().manual_seed(case.seed + 5)
     # sinks of -inf and biases of -inf are constants: there is no slope along them
     return [
@@ -137,7 +160,8 @@ def _directions(tensors: dict[str, Tensor], case: Case, count: int) -> list[dict
     ]
 
 
-def _difference(value_at: Any, base: dict[str, Tensor], step: dict[str, Tensor]) -> Tensor:
+def difference(value_at: Any, base: dict[str, Tensor], step: dict[str, Tensor]) -> Tensor:
+    """The slope of `value_at` along `step`, by a central difference."""
     h = _H
     up, down = ({n: x + sign * h * step[n] for n, x in base.items()} for sign in (1, -1))
     result: Tensor = (value_at(up) - value_at(down)) / (2 * h)
@@ -147,7 +171,8 @@ def _difference(value_at: Any, base: dict[str, Tensor], step: dict[str, Tensor])
 _H = UNIT["float64"] ** (1 / 3)
 
 
-def _demand_slope(variant: Any, case: Case, slope: Tensor, measured: Tensor, what: str) -> None:
+def demand_slope(variant: Any, case: Case, slope: Tensor, measured: Tensor, what: str) -> None:
+    """Fail unless the slope that gradients predict is the one that was measured."""
     # Central differences err by h^2 f'''/6 (truncation) + u |f| / h (rounding); h = u^(1/3) makes both about
     # u^(2/3) = 2e-11 times the size of f and f'''. Third derivatives of products of tens of terms reach 1e3.
     size = max(1.0, abs(float(measured)))
@@ -178,6 +203,33 @@ def _cases(scope: Scope) -> Iterable[Case]:
     yield case("mask", "bias", "gqa", needs=("backward",), dtype=scope.base)
     yield case("causal", needs=("backward",), dtype=scope.base, batch=1, query_length=71, key_length=71)
     yield case(needs=("backward",), dtype=scope.base, batch=1, query_length=133, key_length=133)
+    sizes: dict[str, Any] = {"needs": ("backward",), "dtype": scope.base}
+    if scope.family != "recurrent":
+        yield case(*declared(scope, "causal"), **sizes, note="opposed")
+    tiles = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 70, "key_length": 70}
+    for labels in (("window", "bias"), ("softcap", "sinks", "key_mask_holes"), ("segments",)):
+        yield case(*declared(scope, *labels), **sizes, **tiles)
+    if scope.quick:
+        return
+    for labels in (("causal", "bias_per_key", "mask_mod"), ("left_window", "scale"), ("mask", "score_mod")):
+        yield case(*declared(scope, *labels), **sizes, **tiles)
+    yield case(*declared(scope, "bottom_right", "gqa"), **sizes, query_length=41, key_length=70)
+    for note in ("bias of zeros", "bias per row", "bias per head", "bias of everything"):
+        edge = EDGES[note]
+        for more in ({}, tiles):
+            yield case(
+                *declared(scope, *edge.labels),
+                needs=("backward", "bias"),
+                dtype=scope.base,
+                note=note,
+                **more,
+            )
+    for note in ("softcap=150 and large scores", "sinks=200", "scale=0"):
+        yield case(needs=("backward", *EDGES[note].needs), dtype=scope.base, note=note)
+    if scope.family == "feature_map":
+        return  # with few keys left its sums may be near 0, and the quotient's gradient is all cancellation
+    for one in together(scope, 12):
+        yield replace(one, needs=(*one.needs, "backward"))
 
 
 def _precise(scope: Scope) -> Iterable[Case]:
@@ -211,9 +263,13 @@ def _strided(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_gradients_match_definition, "gradients", _cases),
-    Check(check_gradients_match_finite_differences, "gradients", _precise),
+    Check(check_gradients_match_finite_differences, "gradients", _precise, random_too=True),
     Check(
-        check_second_derivatives_match_finite_differences, "gradients", _double, claims=("double_backward",)
+        check_second_derivatives_match_finite_differences,
+        "gradients",
+        _double,
+        claims=("double_backward",),
+        random_too=True,
     ),
-    Check(check_gradients_honour_the_strides_of_grad_output, "gradients", _strided),
+    Check(check_gradients_honour_the_strides_of_grad_output, "gradients", _strided, random_too=True),
 )

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
-from attnlab.conformance.inputs import Inputs, attended, draw, reduction_terms
-from attnlab.conformance.messages import demand_close
+from attnlab.conformance.draws import require_exact
+from attnlab.conformance.inputs import Inputs, attended, define, draw, reduction_terms
+from attnlab.conformance.messages import demand, demand_close
 from attnlab.conformance.tolerances import largest, rounding_bound
 
 
@@ -66,7 +67,7 @@ def check_linear_in_value(variant: Any, case: Case) -> None:
 
 def check_equal_values_come_through(variant: Any, case: Case) -> None:
     """Where every value is the same vector, a normalised mean of them is that vector."""
-    _no_null_slot(variant)
+    no_null_slot(variant)
     inputs = draw(case, variant)
     same = inputs.value[:, :1, :1].expand_as(inputs.value).clone()
     sees = attended(variant, inputs).unsqueeze(-1)
@@ -83,7 +84,7 @@ def check_equal_values_come_through(variant: Any, case: Case) -> None:
 
 def check_one_visible_key_copies_its_value(variant: Any, case: Case) -> None:
     """A query that sees one key returns that key's value."""
-    _no_null_slot(variant)
+    no_null_slot(variant)
     inputs = draw(case, variant)
     chosen = 2
     present = torch.zeros(case.batch, case.key_length, dtype=torch.bool, device=case.device)
@@ -104,9 +105,10 @@ def check_one_visible_key_copies_its_value(variant: Any, case: Case) -> None:
 
 def check_duplicated_keys_change_nothing(variant: Any, case: Case) -> None:
     """Every key and value twice gives the same normalised mean."""
-    _no_null_slot(variant)
+    no_null_slot(variant)
     inputs = draw(case, variant)
     twice = inputs.with_tensors(key=inputs.key.repeat(1, 1, 2, 1), value=inputs.value.repeat(1, 1, 2, 1))
+    _law_of_its_formula(variant, inputs, twice)
     _agree(
         variant,
         inputs,
@@ -118,12 +120,13 @@ def check_duplicated_keys_change_nothing(variant: Any, case: Case) -> None:
 
 def check_scale_zero_gives_the_mean(variant: Any, case: Case) -> None:
     """With scale=0 all scores are equal: out is the mean of the visible values."""
-    _no_null_slot(variant)
+    no_null_slot(variant)
     inputs = draw(case, variant).with_tensors(scale=0.0)
     seen = inputs.visible().to(torch.float64)
     group = case.num_heads // case.num_kv_heads
     value = inputs.value.to(torch.float64).repeat_interleave(group, dim=1)
     expected = seen @ value / seen.sum(dim=-1, keepdim=True).clamp_min(1)
+    _law_of_its_formula(variant, inputs, inputs, expected)
     _agree(
         variant,
         inputs,
@@ -156,9 +159,43 @@ def check_packed_sequences_equal_separate_ones(variant: Any, case: Case) -> None
     )
 
 
-def _no_null_slot(variant: Any) -> None:
+def check_null_key_takes_weight(variant: Any, case: Case) -> None:
+    """Where claimed: values that are all one vector do not come through whole, as the slot takes a share of the weight."""
+    inputs = draw(case, variant)
+    same = inputs.with_tensors(value=torch.ones_like(inputs.value))
+    with torch.no_grad():
+        out = same.run(variant).out
+    sees = same.visible().any(dim=-1, keepdim=True)
+    size = rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=1.0).limit
+    demand(
+        bool(((out - 1).abs() > 4 * size).any(dim=-1, keepdim=True)[sees].any()),
+        variant,
+        case,
+        "null_key is claimed, and values of 1 give an out of 1 in every row: no slot takes weight",
+        "Drop the claim `null_key`, or let the slot join the normaliser",
+    )
+
+
+def no_null_slot(variant: Any) -> None:
+    """`NotApplicable` where a slot without a value takes part of the weight."""
     if variant.capabilities.null_key:
         raise NotApplicable("it declares null_key: a slot without a value takes part of the weight")
+
+
+def _law_of_its_formula(
+    variant: Any, inputs: Inputs, changed: Inputs, expected: Tensor | None = None
+) -> None:
+    """`NotApplicable` where the definition itself breaks the law.
+
+    It belongs to weights that are a quotient of one function of each score, which a normalised variant need not have
+    (sparsemax, the k best, a sample).
+    """
+    with torch.no_grad():
+        other = define(variant, changed)["out"]
+        expected = define(variant, inputs)["out"] if expected is None else expected
+    if largest(other - expected) > 1e-6 * largest(inputs.value):
+        raise NotApplicable("its definition does not obey this law of softmax, so nothing asks it to")
+    require_exact(variant, inputs)
 
 
 def _agree(
@@ -191,6 +228,7 @@ def _softmax(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
+    Check(check_null_key_takes_weight, "laws", _plain(), claims=("null_key",), random_too=True),
     Check(
         check_permuting_keys_changes_nothing,
         "laws",
@@ -203,18 +241,26 @@ CHECKS = (
         _plain(("key_mask_left",), ("gqa",)),
         claims=("position_free",),
     ),
-    Check(check_linear_in_value, "laws", _plain(("causal",), ("gqa",)), claims=("linear_in_value",)),
+    Check(
+        check_linear_in_value,
+        "laws",
+        _plain(("causal",), ("gqa",)),
+        claims=("linear_in_value",),
+        random_too=True,
+    ),
     Check(
         check_equal_values_come_through,
         "laws",
         _plain(("causal",), ("mask",), ("key_mask_left",), ("window",), ("gqa",)),
         claims=("normalised",),
+        random_too=True,
     ),
     Check(
         check_one_visible_key_copies_its_value,
         "laws",
         _plain(("gqa",), needs=("key_mask",)),
         claims=("normalised",),
+        random_too=True,
     ),
     Check(
         check_duplicated_keys_change_nothing,

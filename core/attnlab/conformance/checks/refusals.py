@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlab.capabilities import ASKABLE, DTYPES
 from attnlab.conformance.cases import Case, case
@@ -18,6 +19,7 @@ from attnlab.conformance.messages import demand, where
 from attnlab.conformance.subject import like
 from attnlab.conformance.watching import Watch
 from attnlab.errors import InvalidInput, UnsupportedRequest
+from attnlab.mask import AttentionMask
 
 # How each askable of a call is asked for: the arguments, made from plain inputs.
 ASKED: dict[str, Callable[[Inputs], dict[str, Any]]] = {
@@ -53,10 +55,15 @@ def check_refuses_what_it_does_not_declare(variant: Any, case: Case) -> None:
     feature = case.note
     inputs = draw(case, variant)
     if feature in SIZES:
-        _demand_refusal(variant, case, feature, lambda: _resized(variant, SIZES[feature]))
+        demand_refusal(variant, case, feature, lambda: _resized(variant, SIZES[feature]))
+        return
+    if feature == "head_dims":
+        size = _illegal_width(variant.capabilities.head_dims)
+        widths = {"head_dim": size, "key_dim": size, "value_dim": size}
+        demand_refusal(variant, case, feature, lambda: like(variant, **widths))
         return
     if feature == "state":
-        _demand_refusal(
+        demand_refusal(
             variant,
             case,
             feature,
@@ -67,23 +74,102 @@ def check_refuses_what_it_does_not_declare(variant: Any, case: Case) -> None:
         return
     if feature == "cross_lengths":
         short = inputs.with_tensors(query=inputs.query[:, :, :3])
-        _demand_refusal(variant, case, feature, lambda: _counted(variant, short, {}))
+        demand_refusal(variant, case, feature, lambda: _counted(variant, short, {}))
         return
     if feature == "backward":
         recorded = inputs.with_tensors(query=inputs.query.clone().requires_grad_())
         with torch.enable_grad():
-            _demand_refusal(variant, case, feature, lambda: _counted(variant, recorded, {}))
+            demand_refusal(variant, case, feature, lambda: _counted(variant, recorded, {}))
         return
     if feature.startswith("dtype "):
         dtype = getattr(torch, feature.removeprefix("dtype "))
         cast = inputs.rebuilt({n: x.to(dtype) for n, x in inputs.tensors().items()})
-        _demand_refusal(variant, case, "dtype", lambda: _counted(variant, cast, {}))
+        demand_refusal(variant, case, "dtype", lambda: _counted(variant, cast, {}))
         return
     if feature == "device meta":
         moved = inputs.rebuilt({n: x.to("meta") for n, x in inputs.tensors().items()})
-        _demand_refusal(variant, case, "device", lambda: _counted(variant.to("meta"), moved, {}))
+        demand_refusal(variant, case, "device", lambda: _counted(variant.to("meta"), moved, {}))
         return
-    _demand_refusal(variant, case, feature, lambda: _counted(variant, inputs, ASKED[feature](inputs)))
+    demand_refusal(variant, case, feature, lambda: _counted(variant, inputs, ASKED[feature](inputs)))
+
+
+def _bools(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+# Arguments that have no meaning, by the askables that they are wrong about: query, key -> what is wrong -> arguments.
+BAD: dict[str, Callable[[Tensor, Tensor], dict[str, dict[str, Any]]]] = {
+    "mask": lambda q, k: {
+        "mask with three axes": {"mask": _bools(q.shape[0], q.shape[2], k.shape[2])},
+        "mask with one axis": {"mask": _bools(k.shape[2])},
+        "mask of floats": {"mask": q.new_zeros(q.shape[2], k.shape[2])},
+        "mask of another length": {"mask": _bools(q.shape[2], k.shape[2] + 1)},
+        "mask of other heads": {"mask": _bools(1, q.shape[1] + 1, q.shape[2], k.shape[2])},
+        "mask that is a list": {"mask": [[True]]},
+    },
+    "key_mask": lambda q, k: {
+        "key_mask of integers": {"key_mask": torch.ones(q.shape[0], k.shape[2], dtype=torch.int64)},
+        "key_mask with four axes": {"key_mask": _bools(q.shape[0], 1, 1, k.shape[2])},
+        "key_mask of another length": {"key_mask": _bools(q.shape[0], k.shape[2] - 1)},
+        "key_lengths of floats": {"key_lengths": q.new_ones(q.shape[0])},
+        "key_lengths with two axes": {"key_lengths": torch.ones(q.shape[0], 1, dtype=torch.int64)},
+    },
+    "causal": lambda q, k: {
+        "offset that is no word": {"causal": True, "offset": "bottom-right"},
+        "offset of floats": {"causal": True, "offset": q.new_zeros(q.shape[0])},
+        "causal that is a word": {"causal": "bottom_right"},
+    },
+    "causal+mask": lambda q, k: {
+        "causal said twice": {"causal": True, "mask": AttentionMask(causal=True)},
+    },
+    "window": lambda q, k: {
+        "negative window": {"window": (-1, 0)},
+        "window of one number": {"window": (3,)},
+        "window that is a number": {"window": 3},
+        "window of fractions": {"window": (1.5, 0)},
+    },
+    "segments": lambda q, k: {
+        "segments of one tensor": {"segments": torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)},
+        "segments of floats": {"segments": (q[:, 0, :, 0], k[:, 0, :, 0])},
+    },
+    "mask_mod": lambda q, k: {
+        "mask_mod that is no function": {"mask_mod": True},
+    },
+    "score_mod": lambda q, k: {
+        "score_mod that is no function": {"score_mod": 1.0},
+    },
+    "bias": lambda q, k: {
+        "bias that does not broadcast": {"bias": q.new_zeros(1, 1, q.shape[2], k.shape[2] + 1)},
+        "bias with three axes": {"bias": q.new_zeros(q.shape[1], q.shape[2], k.shape[2])},
+        "bias of bools": {"bias": _bools(1, 1, q.shape[2], k.shape[2])},
+    },
+    "softcap": lambda q, k: {
+        "softcap of 0": {"softcap": 0.0},
+        "negative softcap": {"softcap": -5.0},
+        "softcap that is a tensor": {"softcap": q.new_ones(())},
+    },
+    "scale": lambda q, k: {
+        "scale that is NaN": {"scale": float("nan")},
+        "scale that is a word": {"scale": "default"},
+        "scale that is a tensor": {"scale": q.new_ones(q.shape[1])},
+    },
+    "sinks": lambda q, k: {
+        "sinks of another number": {"sinks": q.new_zeros(q.shape[1] + 1)},
+        "sinks with two axes": {"sinks": q.new_zeros(1, q.shape[1])},
+    },
+    "dropout": lambda q, k: {
+        "dropout_p above 1": {"dropout_p": 1.5},
+        "negative dropout_p": {"dropout_p": -0.1},
+        "dropout_p that is a flag": {"dropout_p": True},
+    },
+    "weights": lambda q, k: {"need_weights that is a word": {"need_weights": "all"}},
+    "lse": lambda q, k: {"need_lse that is a number": {"need_lse": 1}},
+    "gates": lambda q, k: {
+        "no gates": {"gates": None},
+        "gates of another name": {"gates": {"no_such_gate": q.new_ones(k.shape[:3])}},
+    },
+    "state": lambda q, k: {"state that is a tuple": {"state": (k, k)}},
+}
 
 
 def check_bad_inputs_are_invalid(variant: Any, case: Case) -> None:
@@ -91,7 +177,6 @@ def check_bad_inputs_are_invalid(variant: Any, case: Case) -> None:
     inputs = draw(case, variant)
     have = variant.capabilities
     q, k, v = inputs.query, inputs.key, inputs.value
-    lq, lk = q.shape[2], k.shape[2]
     bad: list[tuple[str, Inputs, dict[str, Any]]] = [
         ("query with three axes", inputs.with_tensors(query=q[0]), {}),
         ("key of another batch size", inputs.with_tensors(key=k[:1], value=v[:1]), {}),
@@ -100,39 +185,12 @@ def check_bad_inputs_are_invalid(variant: Any, case: Case) -> None:
         ("key of another width", inputs.with_tensors(key=k[..., :-1]), {}),
         ("key of another dtype", inputs.with_tensors(key=k.to(torch.complex64)), {}),
     ]
-    if have.mask:
-        bad += [
-            ("mask with three axes", inputs, {"mask": torch.ones(q.shape[0], lq, lk, dtype=torch.bool)}),
-            ("mask of floats", inputs, {"mask": q.new_zeros(lq, lk)}),
-            ("mask of another length", inputs, {"mask": torch.ones(lq, lk + 1, dtype=torch.bool)}),
-        ]
-    if have.key_mask:
-        bad += [
-            ("key_mask of integers", inputs, {"key_mask": torch.ones(q.shape[0], lk, dtype=torch.int64)}),
-            (
-                "key_mask with four axes",
-                inputs,
-                {"key_mask": torch.ones(q.shape[0], 1, 1, lk, dtype=torch.bool)},
-            ),
-        ]
-    if have.causal:
-        bad += [("offset that is no word", inputs, {"causal": True, "offset": "bottom-right"})]
-        if have.cross_lengths:
-            bad += [
-                (
-                    "causal at two lengths without offset",
-                    inputs.with_tensors(query=q[:, :, :3]),
-                    {"causal": True},
-                )
-            ]
-    if have.window:
-        bad += [("negative window", inputs, {"window": (-1, 0)})]
-    if have.bias:
-        bad += [("bias that does not broadcast", inputs, {"bias": q.new_zeros(1, 1, lq, lk + 1)})]
-    if have.sinks:
-        bad += [("sinks of another number", inputs, {"sinks": q.new_zeros(q.shape[1] + 1)})]
-    if have.dropout:
-        bad += [("dropout_p above 1", inputs, {"dropout_p": 1.5})]
+    for feature, make in BAD.items():
+        if all(have.declares(name) for name in feature.split("+")):
+            bad += [(word, inputs, more) for word, more in make(q, k).items()]
+    if have.causal and have.cross_lengths:
+        short = inputs.with_tensors(query=q[:, :, :3])
+        bad += [("causal at two lengths without offset", short, {"causal": True})]
     for word, changed, more in bad:
         try:
             with torch.no_grad():
@@ -162,7 +220,8 @@ def _counted(variant: Any, inputs: Inputs, more: dict[str, Any]) -> None:
         raise
 
 
-def _demand_refusal(variant: Any, case: Case, feature: str, ask: Callable[[], Any]) -> None:
+def demand_refusal(variant: Any, case: Case, feature: str, ask: Callable[[], Any]) -> None:
+    """Fail unless `ask` raises `UnsupportedRequest` with a reason that names the feature."""
     form = ASKABLE.get(feature, case.note)
     try:
         ask()
@@ -211,6 +270,11 @@ def _resized(variant: Any, sizes: dict[str, int]) -> None:
     like(variant, **base)
 
 
+def _illegal_width(legal: range) -> int:
+    """The smallest width that is not declared."""
+    return next(d for d in range(1, max(legal) + 2) if d not in legal)
+
+
 def _zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64, device=x.device)
 
@@ -220,6 +284,8 @@ def _undeclared(scope: Scope) -> Iterable[Case]:
     for feature in ASKABLE:
         if not have.declares(feature):
             yield case(note=feature, dtype=scope.base)
+    if have.head_dims is not None and len(have.head_dims):
+        yield case(note="head_dims", dtype=scope.base)
     for dtype in DTYPES:
         if dtype not in have.dtypes:
             yield case(note=f"dtype {dtype}", dtype=scope.base)
@@ -233,6 +299,6 @@ def _plain(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_refuses_what_it_does_not_declare, "refusals", _undeclared),
-    Check(check_bad_inputs_are_invalid, "refusals", _plain),
+    Check(check_refuses_what_it_does_not_declare, "refusals", _undeclared, random_too=True),
+    Check(check_bad_inputs_are_invalid, "refusals", _plain, random_too=True),
 )

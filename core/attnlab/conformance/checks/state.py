@@ -1,11 +1,8 @@
-"""Decoding with a state: full equals any chunking equals one by one. Needs torch."""
+"""Decoding with a state: full equals any chunking equals one by one, forward and gradient. Needs torch."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,288 +10,269 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.derivatives import defined_gradients, direction_for, recorded
-from attnlab.conformance.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import bound, largest
-from attnlab.errors import AttnlabError
-
-ADVICE = (
-    "With a state positions continue from its length: the mask of a step is the full mask's last rows, "
-    "and the state must hold every token that came before, once"
+from attnlab.conformance.checks._stepping import (
+    ADVICE,
+    NEEDS,
+    feed,
+    feedings,
+    is_defined,
+    seen_by_chunks,
+    true_rows,
+    truth,
 )
+from attnlab.conformance.derivatives import defined_gradients, direction_for, gradients, recorded, trained
+from attnlab.conformance.features import FEATURES, compatible
+from attnlab.conformance.inputs import Inputs, draw, plain_dtype, reduction_terms
+from attnlab.conformance.messages import demand_close
+from attnlab.conformance.tolerances import Bound, bound, largest, rounding_bound
+
+EVERY_WAY = (("causal",), ("causal", "key_mask_left"), ("causal", "segments"))
+"""Cases that are fed in every way that there is."""
 
 
 def check_chunks_equal_the_whole(variant: Any, case: Case) -> None:
-    """Fed one by one, in two parts or at once through a state, the outputs equal the definition's of the whole."""
+    """Fed one by one, in chunks, at once or with empty chunks between, the outputs equal the definition's of the whole."""
     inputs = draw(case, variant)
-    exact, limit = exact_and_bound(variant, inputs)
-    n = case.query_length
+    known: list[tuple[Tensor, tuple[Tensor, Bound, str]]] = []
     with torch.no_grad():
-        for word, sizes in (
-            ("one by one", [1] * n),
-            ("in two chunks", [n // 2 - 1, n - n // 2 + 1]),
-            ("at once", [n]),
-        ):
-            for capacity in (None, n, n + 5):
-                got = chunked(variant, inputs, sizes, capacity)
-                demand_close(
-                    got,
-                    exact,
-                    limit,
-                    variant,
-                    case,
-                    what="out",
-                    versus=f"the float64 definition of the whole (fed {word}, capacity {capacity})",
-                    advice=ADVICE,
-                )
+        for word, sizes, capacity in feedings(case.query_length, case.features in EVERY_WAY):
+            visible = seen_by_chunks(inputs, sizes)
+            answer = next((a for seen, a in known if torch.equal(seen, visible)), None)
+            if answer is None:
+                answer = truth(variant, inputs, visible)
+                known.append((visible, answer))
+            exact, limit, name = answer
+            demand_close(
+                feed(variant, inputs, sizes, capacity)[0],
+                exact,
+                limit,
+                variant,
+                case,
+                what="out",
+                versus=f"{name} (fed {word}, capacity {capacity})",
+                advice=ADVICE,
+            )
+
+
+def check_long_runs_split_anywhere(variant: Any, case: Case) -> None:
+    """Splits beside and on the sizes of usual blocks (64, 128, 512), and one by one past every growth of a store."""
+    inputs = draw(case, variant)
+    n = case.query_length
+    rows = list(range(n)) if n <= 150 else sorted({r for b in (0, 64, 512, n // 2, n) for r in _beside(b, n)})
+    known: dict[tuple[int, ...], tuple[Tensor, Bound, str]] = {}
+    with torch.no_grad():
+        for sizes in _long_splits(n, case.features == ("causal",)):
+            ends = [n] * n if inputs.arguments.get("causal") else _ends(sizes)
+            seen = tuple(ends[r] for r in rows)
+            if seen not in known:
+                known[seen] = true_rows(variant, inputs, rows, list(seen))
+            exact, limit, name = known[seen]
+            demand_close(
+                feed(variant, inputs, sizes)[0][:, :, rows],
+                exact,
+                limit,
+                variant,
+                case,
+                what="out",
+                versus=f"{name} (rows {rows[0]} to {rows[-1]}, fed as {_told(sizes)})",
+                advice="The last block of a chunk is rarely full: what a state holds must not depend on where blocks end",
+            )
 
 
 def check_state_gradients_match_definition(variant: Any, case: Case) -> None:
     """Gradients through a chunked run equal the definition's gradients of the whole."""
     inputs = draw(case, variant)
     direction = direction_for(inputs)
+    exact = true_gradients(variant, inputs, direction)
+    weights = trained(variant)
+    n = case.query_length
+    for sizes, capacity in (([2, 1, 0, n - 3], None), ([1] * n, n))[: 2 if case.features in EVERY_WAY else 1]:
+        leaves = recorded(inputs.tensors())
+        with torch.enable_grad():
+            out, _ = feed(variant, inputs.rebuilt(leaves), sizes, capacity)
+            found = torch.autograd.grad(
+                out,
+                [*leaves.values(), *weights.values()],
+                direction,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        for name, got in zip([*leaves, *weights], found, strict=True):
+            demand_close(
+                got,
+                exact[name][0],
+                exact[name][1],
+                variant,
+                case,
+                what=f"gradient of {name}",
+                versus=f"the gradient of the whole (fed as {_told(sizes)}, capacity {capacity})",
+                advice="While autograd records, append by concatenation: nothing detached, nothing written over",
+            )
+
+
+def true_gradients(variant: Any, inputs: Inputs, direction: Tensor) -> dict[str, tuple[Tensor, Bound]]:
+    """Gradients by input and parameter: the definition's, or the variant's own without a state, and their bounds."""
+    case = inputs.case
+    size = largest(direction) * largest(inputs.value)
+    terms = reduction_terms(case)
+    if not is_defined(variant, inputs):
+        _, own = gradients(variant, inputs, direction)
+        return {
+            n: (g, rounding_bound(case.dtype, terms=terms * case.batch, magnitude=max(size, largest(g))))
+            for n, g in own.items()
+        }
     visible = inputs.visible()
     low = plain_dtype(case.dtype)
     exact = defined_gradients(variant, inputs, direction, visible=visible)
     plain = defined_gradients(variant, inputs, direction, getattr(torch, low), visible=visible)
-    leaves = recorded(inputs.tensors())
-    with torch.enable_grad():
-        out = chunked(variant, inputs.rebuilt(leaves), [2, 1, case.query_length - 3], None)
-        found = torch.autograd.grad(
-            out, list(leaves.values()), direction, allow_unused=True, materialize_grads=True
+    return {
+        n: (
+            g,
+            bound(
+                case.dtype,
+                exact=g,
+                plain=plain[n],
+                plain_dtype=low,
+                terms=terms * (case.batch if g.dim() < 4 else 1),  # others are sums over the batch too
+                magnitude=size,
+            ),
         )
-    for name, got in zip(leaves, found, strict=True):
-        limit = bound(
-            case.dtype,
-            exact=exact[name],
-            plain=plain[name],
-            plain_dtype=low,
-            terms=reduction_terms(case),
-            magnitude=largest(direction) * largest(inputs.value),
-        )
-        demand_close(
-            got,
-            exact[name],
-            limit,
-            variant,
-            case,
-            what=f"gradient of {name}",
-            versus="the definition's gradient of the whole",
-            advice="While autograd records, append by concatenation",
-        )
+        for n, g in exact.items()
+    }
 
 
-def check_a_consumed_state_raises(variant: Any, case: Case) -> None:
-    """A state that was handed to a call cannot be used again."""
-    inputs = draw(case, variant)
-    state = _fresh(variant, inputs, None)
-    with torch.no_grad():
-        step(variant, inputs, 0, 2, state)
-        try:
-            step(variant, inputs, 2, 3, state)
-        except AttnlabError:
-            return
-    demand(
-        False,
-        variant,
-        case,
-        "a state was accepted twice",
-        "Mark it spent and raise InvalidInput on the second use",
-    )
+def _beside(border: int, n: int) -> Iterator[int]:
+    yield from (r for r in range(border - 3, border + 4) if 0 <= r < n)
 
 
-def check_clones_fork(variant: Any, case: Case) -> None:
-    """clone(), deepcopy and pickle give a state that continues alone and leaves its origin as it was."""
-    inputs = draw(case, variant)
-    other = draw(replace(case, seed=case.seed + 17), variant)
-    n = case.query_length
-    with torch.no_grad():
-        expected = chunked(variant, inputs, [3, n - 3], None)[:, :, 3:]
-        forks: dict[str, Callable[[Any], Any]] = {
-            "clone()": lambda s: s.clone(),
-            "copy.deepcopy": copy.deepcopy,
-            "pickle": lambda s: pickle.loads(pickle.dumps(s)),
-        }
-        for word, fork in forks.items():
-            for capacity in (None, n):
-                for keeper in ("origin", "copy"):
-                    _, state = step(variant, inputs, 0, 3, _fresh(variant, inputs, capacity))
-                    copied = fork(state)
-                    kept, other_one = (state, copied) if keeper == "origin" else (copied, state)
-                    first, kept = step(variant, inputs, 3, 4, kept)
-                    step(variant, other, 3, n, other_one)  # takes other tokens in between
-                    rest, _ = step(variant, inputs, 4, n, kept)
-                    _same(
-                        variant,
-                        case,
-                        inputs,
-                        torch.cat([first, rest], dim=2),
-                        expected,
-                        f"the run without a fork ({word}, capacity {capacity}, continuing the {keeper})",
-                    )
+def _long_splits(n: int, stepwise: bool) -> Iterator[list[int]]:
+    """Chunks that end before, on and after the ends of blocks of 64, 128 and 512, and blocks filled by several chunks."""
+    if n > 512:
+        yield [511, 1, 1, n - 513]
+        yield [513, n - 513]
+        return
+    if stepwise:
+        yield [1] * n
+        yield [n - 1, 1]
+    yield [63, 1, 1, n - 65]
+    yield [65, n - 65]
+    yield [64] * (n // 64) + [n % 64]
+    yield [128, n - 128]
 
 
-def check_states_reorder(variant: Any, case: Case) -> None:
-    """reorder(index) continues row b from row index[b], as a beam search needs."""
-    inputs = draw(case, variant)
-    n = case.query_length
-    index = torch.arange(case.batch - 1, -1, -1, device=case.device)
-    flipped = inputs.rebuilt(
-        {
-            x: t[index] if x in ("query", "key", "value") or x.startswith("gates.") else t
-            for x, t in inputs.tensors().items()
-        }
-    )
-    if "key_mask" in inputs.arguments:
-        flipped = flipped.with_tensors(key_mask=inputs.arguments["key_mask"][index])
-    with torch.no_grad():
-        expected = chunked(variant, inputs, [3, n - 3], None)[:, :, 3:][index]
-        _, state = step(variant, inputs, 0, 3, _fresh(variant, inputs, None))
-        got, _ = step(variant, flipped, 3, n, state.reorder(index))
-    _same(variant, case, inputs, got, expected, "the rows in the new order")
-
-
-def check_states_own_their_memory(variant: Any, case: Case) -> None:
-    """Overwriting a step's key and value afterwards changes no later step."""
-    inputs = draw(case, variant)
-    n = case.query_length
-    with torch.no_grad():
-        expected = chunked(variant, inputs, [3, n - 3], None)[:, :, 3:]
-    for recording in (False, True):
-        if recording and not variant.capabilities.backward:
-            continue
-        tensors = {x: t.clone() for x, t in inputs.tensors().items()}
-        scratch = inputs.rebuilt(tensors)
-        query = scratch.query.clone().requires_grad_(recording)
-        with torch.set_grad_enabled(recording):
-            _, state = step(variant, scratch.with_tensors(query=query), 0, 3, _fresh(variant, inputs, None))
-        with torch.no_grad():
-            scratch.key[:, :, :3], scratch.value[:, :, :3] = 5.0, -5.0
-            got, _ = step(variant, inputs, 3, n, state)
-        _same(variant, case, inputs, got, expected, "the run whose inputs were left alone")
-
-
-def check_absent_slots_reach_no_state(variant: Any, case: Case) -> None:
-    """NaN, Inf and 1e30 in the absent slots of one step change no later step."""
-    from attnlab.conformance.checks.absent import CONTENTS, filled
-
-    inputs = draw(case, variant)
-    n = case.query_length
-    with torch.no_grad():
-        expected = chunked(variant, filled(inputs, 0.0), [3, n - 3], None)
-        for content in CONTENTS:
-            got = chunked(variant, filled(inputs, content), [3, n - 3], None)
-            _same(
-                variant, case, inputs, got, expected, f"the run with 0 instead of {content} in absent slots"
-            )
-
-
-def chunked(variant: Any, inputs: Inputs, sizes: Sequence[int], capacity: int | None) -> Tensor:
-    """The outputs of the whole, fed in chunks of these sizes through one state."""
-    state = _fresh(variant, inputs, capacity)
-    parts, start = [], 0
+def _ends(sizes: list[int]) -> list[int]:
+    ends: list[int] = []
     for size in sizes:
-        out, state = step(variant, inputs, start, start + size, state)
-        parts.append(out)
-        start += size
-    return torch.cat(parts, dim=2)
+        ends += [len(ends) + size] * size
+    return ends
 
 
-def step(variant: Any, inputs: Inputs, start: int, stop: int, state: Any) -> tuple[Tensor, Any]:
-    """Tokens [start, stop) through `state`: out and the next state."""
-
-    def cut(name: str, x: Any) -> Any:
-        if name == "key_mask":
-            return x[:, start:stop]
-        if name == "segments":
-            return tuple(ids[:, start:stop] for ids in x)
-        if name == "gates":
-            return {n: gate[:, :, start:stop] for n, gate in x.items()}
-        if name in ("mask", "bias"):
-            rows = x[..., start:stop, :] if x.shape[-2] > 1 else x
-            return rows[..., :stop] if x.shape[-1] > 1 else rows
-        return x
-
-    arguments = {n: cut(n, x) for n, x in inputs.arguments.items()}
-    answer = variant(
-        inputs.query[:, :, start:stop],
-        inputs.key[:, :, start:stop],
-        inputs.value[:, :, start:stop],
-        state=state,
-        **arguments,
-    )
-    demand(
-        answer.state is not None,
-        variant,
-        inputs.case,
-        "a state was given and none came back",
-        "Return the next state in AttentionOutput",
-    )
-    return answer.out, answer.state
+def _told(sizes: list[int]) -> str:
+    return f"{len(sizes)} tokens one by one" if set(sizes) == {1} else "+".join(map(str, sizes))
 
 
-def _fresh(variant: Any, inputs: Inputs, capacity: int | None) -> Any:
-    return variant.init_state(
-        inputs.query.shape[0], capacity=capacity, device=inputs.key.device, dtype=inputs.key.dtype
-    )
+ODD = (
+    {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "key_dim": 1, "value_dim": 1},
+    {"batch": 3, "num_heads": 5, "num_kv_heads": 5, "head_dim": 3, "key_dim": 3, "value_dim": 3},
+)
+TOGETHER = (
+    ("left_window", "key_mask_holes", "gqa"),
+    ("key_mask_left", "score_mod"),
+    ("left_window", "mask_mod"),
+    ("segments", "left_window", "gqa"),
+    ("segments", "score_mod"),
+    ("segments", "mask_mod"),
+    ("key_mask_left", "mask", "bias"),
+    ("left_window", "sinks"),
+    ("softcap", "gqa", "value_dim"),
+    ("key_mask_left", "gqa", "value_dim"),
+    ("key_mask_holes", "query_lengths"),
+)
 
 
-def _same(variant: Any, case: Case, inputs: Inputs, got: Tensor, expected: Tensor, versus: str) -> None:
-    from attnlab.conformance.tolerances import rounding_bound
-
-    size = max(largest(expected), largest(inputs.value))
-    limit = rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size)
-    demand_close(got, expected, limit, variant, case, what="out", versus=versus, advice=ADVICE)
-
-
-NEEDS = ("state", "causal")
+UNORDERED = ("window", "key_mask_holes", "segments", "mask", "mask_mod", "bias", "score_mod", "gqa")
+"""What is fed without causal too: there a query sees its whole chunk."""
+QUICK = (
+    "key_mask_left",
+    "key_mask_holes",
+    "segments",
+    "left_window",
+    "value_dim",
+    "query_dim",
+    "bias",
+    "mask",
+    "mask_mod",
+    "score_mod",
+    "sinks",
+    "softcap",
+    "scale",
+)
 
 
 def _whole(scope: Scope) -> Iterable[Case]:
-    labels = (
-        "",
-        "key_mask_left",
-        "key_mask_holes",
-        "gqa",
-        "value_dim",
-        "query_dim",
-        "softcap",
-        "score_mod",
-        "sinks",
-        "bias",
-        "mask",
-        "segments",
-        "left_window",
-        "mask_mod",
-        "scale",
-    )
-    for label in labels:
-        yield case("causal", *([label] if label else []), needs=NEEDS, dtype=scope.base)
-    yield from (case("causal", needs=NEEDS, dtype=d) for d in scope.dtypes if d != scope.base)
+    """Every way to ask that leaves lengths alone; offsets have a check of their own."""
+    labels = [
+        label
+        for label, f in FEATURES.items()
+        if "offset" not in f.sets
+        and not {"query_length", "key_length"} & set(f.sizes)
+        and compatible("causal", label)
+    ]
+    yield case("causal", needs=NEEDS, dtype=scope.base)
+    for label in QUICK if scope.quick else labels:
+        yield case("causal", label, needs=NEEDS, dtype=scope.base)
+    for dtype in scope.dtypes:
+        yield case("causal", "key_mask_left", "gqa", needs=NEEDS, dtype=dtype)
+        if not scope.quick:
+            yield case("causal", needs=NEEDS, dtype=dtype)
+    yield case("key_mask_left", needs=("state",), dtype=scope.base)
+    if scope.quick:
+        return
+    yield from (case("causal", *many, needs=NEEDS, dtype=scope.base) for many in TOGETHER)
+    yield from (case("causal", needs=NEEDS, dtype=scope.base, note="odd", **sizes) for sizes in ODD)
+    yield case(needs=("state",), dtype=scope.base)
+    yield from (case(x, needs=("state",), dtype=scope.base) for x in UNORDERED)
+
+
+def _long(scope: Scope) -> Iterable[Case]:
+    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "dtype": scope.base}
+
+    def sized(n: int) -> dict[str, Any]:
+        return {**sizes, "query_length": n, "key_length": n}
+
+    yield case("causal", needs=NEEDS, **sized(140))
+    if not scope.quick:
+        yield case("causal", "key_mask_holes", needs=NEEDS, **sized(140))
+        yield case("causal", "left_window", needs=NEEDS, **sized(140))
+        yield case(needs=("state",), **sized(140))
+        yield case("causal", needs=NEEDS, **sized(530))
 
 
 def _gradient(scope: Scope) -> Iterable[Case]:
-    for labels in ((), ("gqa",), ("key_mask_left",)):
-        yield case("causal", *labels, needs=(*NEEDS, "backward"), dtype=scope.base)
-
-
-def _simple(scope: Scope) -> Iterable[Case]:
-    yield case("causal", needs=NEEDS, dtype=scope.base)
-    yield case("causal", "key_mask_left", needs=NEEDS, dtype=scope.base)
-
-
-def _padded(scope: Scope) -> Iterable[Case]:
-    for label in ("key_mask_left", "key_mask_holes"):
-        yield from (case("causal", label, needs=NEEDS, dtype=d) for d in scope.dtypes)
+    needs = (*NEEDS, "backward")
+    few = ((), ("gqa",), ("key_mask_left",), ("bias",))
+    many = (
+        ("key_mask_holes",),
+        ("value_dim",),
+        ("query_dim",),
+        ("scale",),
+        ("left_window",),
+        ("segments",),
+        ("mask",),
+        ("mask_mod",),
+        ("score_mod",),
+        ("softcap",),
+        ("sinks",),
+        ("hiding_bias",),
+    )
+    for labels in few if scope.quick else (*few, *many):
+        yield case("causal", *labels, needs=needs, dtype=scope.base)
+    if not scope.quick:
+        yield from (case("causal", needs=needs, dtype=d) for d in scope.dtypes if d != scope.base)
 
 
 CHECKS = (
     Check(check_chunks_equal_the_whole, "state", _whole),
+    Check(check_long_runs_split_anywhere, "state", _long),
     Check(check_state_gradients_match_definition, "state", _gradient),
-    Check(check_a_consumed_state_raises, "state", _simple),
-    Check(check_clones_fork, "state", _simple),
-    Check(check_states_reorder, "state", _simple),
-    Check(check_states_own_their_memory, "state", _simple),
-    Check(check_absent_slots_reach_no_state, "state", _padded),
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
-from attnlab.conformance.inputs import attended, define, draw, exact_and_bound, plain_dtype, reduction_terms
+from attnlab.conformance.checks._runs import declared
+from attnlab.conformance.checks.laws import no_null_slot
+from attnlab.conformance.checks.values import together
+from attnlab.conformance.inputs import attended, define, draw, exact_and_bound, reduction_terms
 from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import bound, largest, rounding_bound
+from attnlab.conformance.tolerances import largest, rounding_bound
 
 
 def check_weights_match_definition(variant: Any, case: Case) -> None:
@@ -19,7 +23,7 @@ def check_weights_match_definition(variant: Any, case: Case) -> None:
     inputs = draw(case, variant)
     with torch.no_grad():
         got = inputs.run(variant, need_weights=True).weights
-    _require(variant, "weights", define(variant, inputs))
+    require_defined(variant, "weights", define(variant, inputs))
     exact, limit = exact_and_bound(variant, inputs, "weights")
     demand_close(
         got,
@@ -56,6 +60,8 @@ def check_weights_of_a_row_sum_to_one(variant: Any, case: Case) -> None:
     )
     sums = got.to(torch.float64).sum(dim=-1)
     expected = attended(variant, inputs).to(torch.float64)
+    if variant.capabilities.null_key:  # its slot takes weight that is not returned
+        expected = torch.where(sums < expected, sums.clamp_min(0), expected)
     # Each of Lk weights is stored with one rounding, on top of the sums inside the normaliser.
     limit = rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=1.0)
     demand_close(
@@ -75,7 +81,7 @@ def check_lse_matches_definition(variant: Any, case: Case) -> None:
     inputs = draw(case, variant)
     with torch.no_grad():
         got = inputs.run(variant, need_lse=True).lse
-    _require(variant, "lse", define(variant, inputs))
+    require_defined(variant, "lse", define(variant, inputs))
     exact, limit = exact_and_bound(variant, inputs, "lse")
     demand_close(
         got,
@@ -116,68 +122,37 @@ def check_asking_for_more_changes_nothing(variant: Any, case: Case) -> None:
             )
 
 
-def check_gradients_flow_through_weights(variant: Any, case: Case) -> None:
-    """Weights declared `in_graph` have the definition's gradients."""
-    if variant.capabilities.weights != "in_graph":
-        raise NotApplicable(
-            f"weights are {variant.capabilities.weights!r}, only 'in_graph' promises gradients"
-        )
+def check_out_is_weights_times_value(variant: Any, case: Case) -> None:
+    """The weights that are returned are the ones that averaged the values."""
+    no_null_slot(variant)
     inputs = draw(case, variant)
-    generator = torch.Generator().manual_seed(case.seed + 3)
-    shape = (case.batch, case.num_heads, case.query_length, case.key_length)
-    direction = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.device)
-    visible = inputs.visible()
+    group = case.num_heads // case.num_kv_heads
 
-    def through(dtype: torch.dtype, judged: bool) -> dict[str, torch.Tensor]:
-        leaves = {n: x.clone().to(dtype).requires_grad_() for n, x in inputs.tensors().items()}
-        with torch.enable_grad():
-            call = inputs.rebuilt(leaves)
-            weights = (
-                call.run(variant, need_weights=True).weights
-                if judged
-                else define(variant, call, dtype=dtype, visible=visible)["weights"]
-            )
-            demand(
-                weights is not None and weights.requires_grad,
-                variant,
-                case,
-                "weights carry no gradient",
-                "Return the weights of the forward itself, or declare weights='recomputed'",
-            )
-            grads = torch.autograd.grad(
-                weights,
-                list(leaves.values()),
-                direction.to(weights.dtype),
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        return dict(zip(leaves, grads, strict=True))
+    def mixed(weights: torch.Tensor) -> torch.Tensor:
+        return weights.double() @ inputs.value.double().repeat_interleave(group, dim=1)
 
-    low = plain_dtype(case.dtype)
-    found = through(inputs.query.dtype, True)
-    exact, plain = through(torch.float64, False), through(getattr(torch, low), False)
-    for name, expected in exact.items():
-        limit = bound(
-            case.dtype,
-            exact=expected,
-            plain=plain[name],
-            plain_dtype=low,
-            terms=reduction_terms(case),
-            magnitude=largest(direction),
-        )
-        demand_close(
-            found[name],
-            expected,
-            limit,
-            variant,
-            case,
-            what=f"gradient through weights of {name}",
-            versus="the definition's",
-            advice="Do not detach the weights that are returned",
-        )
+    with torch.no_grad():
+        defined = define(variant, inputs)
+        if "weights" in defined and largest(defined["out"] - mixed(defined["weights"])) > 1e-6 * largest(
+            inputs.value
+        ):
+            raise NotApplicable("its definition's out is not its weights times value")
+        answer = inputs.run(variant, need_weights=True)
+    size = largest(inputs.value) * max(1.0, float(answer.weights.double().abs().sum(-1).max()))
+    demand_close(
+        answer.out,
+        mixed(answer.weights),
+        rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
+        variant,
+        case,
+        what="out",
+        versus="weights @ value, of the weights that came with it",
+        advice="Return the weights of this very call: every head, hidden pairs 0, with the factor that it puts on them",
+    )
 
 
-def _require(variant: Any, what: str, defined: dict[str, Any]) -> None:
+def require_defined(variant: Any, what: str, defined: dict[str, Any]) -> None:
+    """`NotApplicable` where the definition gives no `what`."""
     if defined.get(what) is None:
         raise NotApplicable(f"the definition of {variant.formula!r} gives no {what} to compare with")
 
@@ -208,6 +183,8 @@ def _cases(*needs: str) -> Any:
         for label in ("", *LABELS):
             yield case(*([label] if label else []), needs=needs, dtype=scope.base)
         yield case("causal", needs=needs, dtype=scope.base, batch=1, query_length=133, key_length=133)
+        for one in together(scope, 2 if scope.quick else 12):
+            yield replace(one, needs=needs)
         for dtype in scope.dtypes:
             if dtype != scope.base:
                 yield case(needs=needs, dtype=dtype)
@@ -222,15 +199,31 @@ def _sums(scope: Scope) -> Iterable[Case]:
     yield case(needs=("weights", "dropout"), dtype=scope.base, note="dropout")
 
 
-def _through(scope: Scope) -> Iterable[Case]:
-    for labels in ((), ("causal",), ("gqa",)):
-        yield case(*labels, needs=("weights", "backward"), dtype=scope.base)
+def _mixing(scope: Scope) -> Iterable[Case]:
+    for labels in (
+        (),
+        ("causal", "gqa"),
+        ("mask", "sinks"),
+        ("key_mask_left", "value_dim"),
+        ("score_mod", "softcap"),
+    ):
+        for dtype in dict.fromkeys((scope.base, scope.precise)):
+            yield case(*declared(scope, *labels), needs=("weights",), dtype=dtype)
+    yield case(
+        *declared(scope, "causal"), needs=("weights",), dtype=scope.base, query_length=70, key_length=70
+    )
 
 
 CHECKS = (
     Check(check_weights_match_definition, "weights", _cases("weights")),
-    Check(check_weights_of_a_row_sum_to_one, "weights", _sums, claims=("normalised",)),
+    Check(check_weights_of_a_row_sum_to_one, "weights", _sums, claims=("normalised",), random_too=True),
     Check(check_lse_matches_definition, "weights", _cases("lse")),
     Check(check_asking_for_more_changes_nothing, "weights", _cases(), asks_more=True),
-    Check(check_gradients_flow_through_weights, "weights", _through),
+    Check(
+        check_out_is_weights_times_value,
+        "weights",
+        _mixing,
+        claims=("linear_in_value",),
+        random_too=True,
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,11 +20,15 @@ from attnlab.state import CacheState, State
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A broken variant: `variant` makes the mistake that `story` tells, and the check `owner` must fail on it."""
+    """A broken variant: `variant` makes the mistake that `story` tells, and the check `owner` must fail on it.
+
+    row: facts of a registry row, where the mistake is in what is registered rather than in the class.
+    """
 
     variant: type[Attention]
     owner: str
     story: str
+    row: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -38,6 +42,7 @@ class TextbookAttention(Attention):
     family = "score"
     formula = "softmax_dot_product"
     capabilities = replace(ScoreAttention.capabilities, linear_memory=False)
+    state_type: ClassVar[type[State]] = CacheState
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         state: State | None = None
@@ -109,7 +114,9 @@ class TextbookAttention(Attention):
         assert isinstance(call.state, CacheState)
         seen = call.visibility
         assert seen is not None
-        keys, values = torch.cat([call.state.key, key], 2), torch.cat([call.state.value, value], 2)
+        past = call.state.length  # a cropped state holds more
+        keys = torch.cat([call.state.key[:, :, :past], key], 2)
+        values = torch.cat([call.state.value[:, :, :past], value], 2)
         state = replace(
             call.state,
             key=keys,
@@ -120,6 +127,9 @@ class TextbookAttention(Attention):
             key_segments=seen.key_segments,
         )
         return keys, values, state
+
+    def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
+        return self.remember(key, value, call)[2]
 
     def init_state(
         self,

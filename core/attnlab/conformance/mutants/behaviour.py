@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant(TrainsWithAnotherScale, "modes_agree", "train and eval take two paths"),
     Mutant(DropoutFollowsTheMode, "dropout_is_seeded", "dropout_p is ignored in eval mode"),
     Mutant(DropoutIsNotRescaled, "dropout_drops_that_share", "kept weights are not divided by 1 - p"),
-    Mutant(OneDropoutMaskForAllHeads, "dropout_drops_that_share", "a mask [B, 1, Lq, Lk]"),
+    Mutant(OneDropoutMaskForAllHeads, "dropout_masks_are_independent", "a mask [B, 1, Lq, Lk]"),
     Mutant(DropoutIsNotSeeded, "dropout_is_seeded", "a generator of its own"),
     Mutant(WeightsAfterDropout, "weights_of_a_row_sum_to_one", "weights are returned after dropout"),
     Mutant(SwallowsSoftcap, "refuses_what_it_does_not_declare", "an undeclared argument is swallowed"),

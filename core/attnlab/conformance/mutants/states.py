@@ -1,4 +1,4 @@
-"""Mutants of the state: what was seen before, how often, and whose memory it is. Needs torch."""
+"""Mutants of the cache: what was seen before, from where, and how often. Needs torch."""
 
 from __future__ import annotations
 
@@ -52,65 +52,6 @@ class HalfPrecisionPast(TextbookDelta):
         return answer._replace(state=replace(answer.state, memory=memory.to(torch.bfloat16).to(memory.dtype)))
 
 
-@dataclass(kw_only=True, eq=False)
-class _NeverSpent(CacheState):
-    def spend(self, subject: str) -> None:
-        self.spent = False
-
-
-class AcceptsASpentState(TextbookAttention):
-    def init_state(self, *args: Any, **kwargs: Any) -> CacheState:
-        made = super().init_state(*args, **kwargs)
-        return _NeverSpent(key=made.key, value=made.value)
-
-
-@dataclass(kw_only=True, eq=False)
-class _SharedClone(CacheState):
-    def clone(self) -> _SharedClone:
-        return replace(self)
-
-
-class ClonesShareTheirMemory(TextbookAttention):
-    """Steps write into a store in place, and clone() hands out the same store."""
-
-    def init_state(self, batch: int, capacity: int | None = None, *args: Any, **kwargs: Any) -> CacheState:
-        made = CacheState.empty(batch, self.num_kv_heads, self.key_dim, self.value_dim, 64, *args, **kwargs)
-        return _SharedClone(key=made.key, value=made.value)
-
-    def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
-        state, seen = call.state, call.visibility
-        assert isinstance(state, CacheState)
-        assert seen is not None
-        stop = state.length + key.shape[2]
-        with torch.no_grad():
-            state.key[:, :, state.length : stop] = key
-            state.value[:, :, state.length : stop] = value
-        following = replace(state, length=stop, spent=False, key_present=seen.key_present)
-        return state.key[:, :, :stop], state.value[:, :, :stop], following
-
-
-@dataclass(kw_only=True, eq=False)
-class _StuckRows(CacheState):
-    def reorder(self, index: Tensor) -> _StuckRows:
-        return replace(self, key=self.key[index])
-
-
-class ReordersKeysOnly(TextbookAttention):
-    def init_state(self, *args: Any, **kwargs: Any) -> CacheState:
-        made = super().init_state(*args, **kwargs)
-        return _StuckRows(key=made.key, value=made.value)
-
-
-class KeepsTheCallersTensors(TextbookAttention):
-    def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
-        keys, values, state = super().remember(key, value, call)
-        assert call.state is not None
-        assert isinstance(state, CacheState)
-        return (
-            (keys, values, state) if call.state.length else (key, value, replace(state, key=key, value=value))
-        )
-
-
 def _keep_raw(named: dict[str, Any]) -> None:
     named["module"].raw = (named["key"], named["value"])
 
@@ -139,15 +80,97 @@ class CapacityIsAttended(TextbookAttention):
         return super().normalised(s, visible, zeros)
 
 
+class CountsFromTheChunk(TextbookAttention):
+    """What a score_mod sees as query and key positions starts again with every step."""
+
+    def modified(self, s: Tensor, call: Call) -> Tensor:
+        if call.score_mod is None or call.state is None or call.visibility is None:
+            return super().modified(s, call)
+        b, h, q, k = call.visibility.indices(0, s.shape[2], 0, s.shape[3])
+        past = call.state.length
+        return call.score_mod(s, b, h, q - past, k - past).to(s.dtype)
+
+
+class CountsThePastTwice(TextbookAttention):
+    """Positions of new queries advance by the prompt again: 6, 12, ... for a prompt of 6."""
+
+    def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+        seen = call.visibility
+        if call.state is None or seen is None or seen.left is None:
+            return super().visible(call, shape, device)
+        q = torch.arange(shape[2], device=device)[:, None] + 2 * call.state.length
+        k = torch.arange(shape[3], device=device)
+        present = True if seen.key_present is None else seen.key_present[:, None, None, :]
+        return ((k <= q) & (k >= q - seen.left) & present).expand(shape)
+
+
+class EvictsOneTooMany(TextbookAttention):
+    """A rolling store for windows drops the last key that the window still shows."""
+
+    def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+        visible, seen = super().visible(call, shape, device), call.visibility
+        if call.state is None or seen is None or seen.left is None:
+            return visible
+        oldest = shape[3] - shape[2] - seen.left
+        return visible & (torch.arange(shape[3], device=device) > oldest)
+
+
+class MasksOnlyTheNewKeys(TextbookAttention):
+    """A bias over past and new is added to the last keys only, as if the past had none."""
+
+    def adjusted(self, s: Tensor, call: Call, scale: float) -> Tensor:
+        if call.state is None or call.bias is None:
+            return super().adjusted(s, call, scale)
+        new = torch.arange(s.shape[3], device=s.device) >= call.state.length
+        return self.modified(self.capped(s, call), call) + torch.where(new, call.bias.to(s.dtype), 0)
+
+
+@dataclass(kw_only=True, eq=False)
+class _ForgetsWhenIdle(CacheState):
+    def renewed(self) -> _ForgetsWhenIdle:
+        return replace(self, spent=False, key_present=None)
+
+
+class AnEmptyStepLosesThePadding(TextbookAttention):
+    """A step without tokens hands on a state that knows of no absent keys."""
+
+    def init_state(self, *args: Any, **kwargs: Any) -> CacheState:
+        made = super().init_state(*args, **kwargs)
+        return _ForgetsWhenIdle(key=made.key, value=made.value)
+
+
+class GrowsOneShort(TextbookAttention):
+    """A store that doubles when it is full leaves the last token behind."""
+
+    def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
+        keys, values, state = super().remember(key, value, call)
+        past = state.length - key.shape[2]
+        if past and past & (past - 1) == 0 and past >= 16:
+            keys, values = keys.clone(), values.clone()
+            keys[:, :, past - 1], values[:, :, past - 1] = 0, 0
+        return keys, values, state
+
+
+class GradientsStopAtTheStore(TextbookAttention):
+    """New tokens are written into a store under no_grad, also while autograd records."""
+
+    def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
+        with torch.no_grad():
+            return super().remember(key, value, call)
+
+
 MUTANTS = (
     Mutant(ForgetsThePadding, "chunks_equal_the_whole", "padding of earlier steps is lost"),
     Mutant(CausalWithinTheChunk, "chunks_equal_the_whole", "a step is aligned top-left"),
     Mutant(CapacityIsAttended, "chunks_equal_the_whole", "zeros of a static store take weight"),
+    Mutant(CountsFromTheChunk, "chunks_equal_the_whole", "score_mod positions restart with each step"),
+    Mutant(CountsThePastTwice, "chunks_equal_the_whole", "positions advance by the past twice"),
+    Mutant(EvictsOneTooMany, "chunks_equal_the_whole", "a rolling store is one key too short"),
+    Mutant(MasksOnlyTheNewKeys, "chunks_equal_the_whole", "a bias reaches only the new keys"),
+    Mutant(AnEmptyStepLosesThePadding, "chunks_equal_the_whole", "a step without tokens forgets the padding"),
+    Mutant(GrowsOneShort, "long_runs_split_anywhere", "a store that grows loses a token"),
     Mutant(HalfPrecisionPast, "chunks_equal_the_whole", "a recurrence's memory in half precision"),
     Mutant(DetachesThePast, "state_gradients_match_definition", "no gradient reaches earlier steps"),
-    Mutant(AcceptsASpentState, "a_consumed_state_raises", "a state can be used twice"),
-    Mutant(ClonesShareTheirMemory, "clones_fork", "clone() shares the store"),
-    Mutant(ReordersKeysOnly, "states_reorder", "beams keep their values"),
-    Mutant(KeepsTheCallersTensors, "states_own_their_memory", "the first step's tensors become the store"),
+    Mutant(GradientsStopAtTheStore, "state_gradients_match_definition", "keys are stored without a graph"),
     Mutant(RemembersWhatTheGateCleaned, "absent_slots_reach_no_state", "uncleaned tensors enter the store"),
 )

@@ -1,0 +1,292 @@
+"""The output at the ends: special contents, arguments at their borders, lengths past every tile. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._runs import declared
+from attnlab.conformance.conditioning import exact_and_bound_of_draws
+from attnlab.conformance.inputs import Inputs, draw, exact_and_bound
+from attnlab.conformance.messages import demand_close
+from attnlab.conformance.sampling import exact_rows_and_bound, rows_of, sampled_rows
+
+Arguments = dict[str, Any]
+
+
+def _with_a_third_zero(x: Tensor) -> Tensor:
+    keep = torch.arange(x.shape[2], device=x.device) % 3 != 0
+    return torch.where(keep[:, None], x, 0)
+
+
+def _ramp(x: Tensor) -> Tensor:
+    """From -1 to 1 along the tokens."""
+    return torch.linspace(-1, 1, x.shape[2], dtype=x.dtype, device=x.device)[:, None]
+
+
+CONTENTS: Mapping[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], str]] = {
+    "zero queries": (
+        lambda q, k, v: (q * 0, k, v),
+        "Every score is 0 then, and every pair as visible as before",
+    ),
+    "zero keys": (
+        lambda q, k, v: (q, _with_a_third_zero(k), v),
+        "A key of zeros is a key: only masks say what is absent; divide by no norm that can be 0",
+    ),
+    "one key everywhere": (
+        lambda q, k, v: (q, k[:, :, :1].expand_as(k).clone(), v),
+        "All scores of a row are equal",
+    ),
+    "shorter keys": (
+        lambda q, k, v: (q, k * (0.6 + 0.3 * _ramp(k)), v),
+        "Lengths of keys count, unless the formula divides by them: norm nothing that it does not norm",
+    ),
+    "tiny": (
+        lambda q, k, v: (q * 1e-6, k * 1e-6, v),
+        "An epsilon beside a norm or a normaliser must vanish beside small inputs too",
+    ),
+    "opposed": (
+        lambda q, k, v: (q + 7, k - 7, v),
+        "All scores are far below 0: a running maximum starts at -inf, not at 0",
+    ),
+    "far from the origin": (
+        lambda q, k, v: (q + 7, k + 7, v),
+        "Large terms that cancel lose the digits of the small difference",
+    ),
+    "large keys": (
+        lambda q, k, v: (q, k * 8, v),
+        "Keys may be as large as queries: bound no feature and no score that the formula does not bound",
+    ),
+    "rising scores": (
+        lambda q, k, v: (q / 8 + 5, k / 8 + 5 * _ramp(k), v),
+        "A larger maximum in a later tile rescales what was summed before, every sum of it",
+    ),
+    "falling scores": (
+        lambda q, k, v: (q / 8 + 5, k / 8 - 5 * _ramp(k), v),
+        "The maximum of a row is that of all its tiles so far, not of the last one",
+    ),
+    "large values": (lambda q, k, v: (q, k, v * 1e4), "Values are averaged as they are, however large"),
+}
+"""Contents by name: what becomes of query, key and value, and what a failure means."""
+SLOPING = ("rising scores", "falling scores")
+"""These need several tiles."""
+SHIFTED = ("large keys", "tiny", "opposed", "far from the origin", *SLOPING)
+"""These give up the unit length of a recurrence's keys."""
+
+
+def check_agrees_on_special_contents(variant: Any, case: Case) -> None:
+    """Zeros, equal keys, tiny, far and opposed numbers give the definition's answer."""
+    change, advice = CONTENTS[case.note]
+    draws = []
+    for seed in (case.seed, case.seed + 31, case.seed + 32):
+        one = draw(replace(case, seed=seed), variant)
+        query, key, value = change(one.query, one.key, one.value)
+        draws.append(one.with_tensors(query=query, key=key, value=value))
+    _compare(variant, draws, f"the float64 definition ({case.note})", advice)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An argument at the end of its range, or of a shape that broadcasts: what it needs and how it is made."""
+
+    needs: tuple[str, ...]
+    make: Callable[[Inputs], Arguments]
+    labels: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def _fixed(*needs: str, labels: tuple[str, ...] = (), sizes: Any = None, **arguments: Any) -> Edge:
+    return Edge(needs, lambda x: dict(arguments), labels, sizes or {})
+
+
+def _shaped(name: str, like: Callable[[Inputs], tuple[int, ...]], *labels: str) -> Edge:
+    """A mask or bias of a shape that broadcasts, each element its own."""
+
+    def make(x: Inputs) -> Arguments:
+        count = torch.arange(1, 1 + torch.Size(like(x)).numel(), device=x.query.device).reshape(like(x))
+        return {name: count % 3 != 0 if name == "mask" else torch.sin(count.to(x.query.dtype))}
+
+    return Edge((name,), make, labels)
+
+
+def _gates(x: Inputs) -> Arguments:
+    """Every other token at each end: (0, 1) at 1e-3 and 1 - 1e-3, <= 0 at 0 and -20."""
+
+    def ends(gate: Tensor) -> Tensor:
+        low, high = (1e-3, 1 - 1e-3) if bool((gate > 0).all()) else (-20.0, 0.0)
+        even = torch.arange(gate.shape[2], device=gate.device) % 2 == 0
+        even = even if gate.dim() == 3 else even[:, None]
+        return torch.where(even, torch.full_like(gate, high), low)
+
+    return {"gates": {n: ends(g) for n, g in x.arguments["gates"].items()}}
+
+
+_SHORT, _LONGER = {"query_length": 5, "key_length": 9}, {"query_length": 9, "key_length": 5}
+EDGES: Mapping[str, Edge] = {
+    "scale=0": _fixed("scale", scale=0.0),
+    "scale=1": _fixed("scale", scale=1),
+    "scale=0 of both signs": _fixed("scale", labels=("causal",), scale=-0.0),
+    "window=(0, 0)": _fixed("window", window=(0, 0)),
+    "window=(0, None)": _fixed("window", window=(0, None)),
+    "window=(0, 2)": _fixed("window", window=(0, 2)),
+    "window=(None, None)": _fixed("window", window=(None, None)),
+    "window=(99, 99)": _fixed("window", window=(99, 99)),
+    "offset=0 and more keys": _fixed("causal", "cross_lengths", sizes=_SHORT, causal=True, offset=0),
+    "offset=0 and more queries": _fixed("causal", "cross_lengths", sizes=_LONGER, causal=True, offset=0),
+    "offset=99": _fixed("causal", causal=True, offset=99),
+    "offset=-99": _fixed("causal", causal=True, offset=-99),
+    "a 0-d offset": Edge(("causal",), lambda x: {"causal": True, "offset": torch.tensor(1)}),
+    "softcap=10000": _fixed("softcap", softcap=1e4),
+    "softcap=0.05": _fixed("softcap", softcap=0.05),
+    "softcap=1": _fixed("softcap", softcap=1),
+    "softcap=150 and large scores": Edge(("softcap",), lambda x: {"softcap": 150.0, "query": x.query * 100}),
+    "sinks=200": Edge(("sinks",), lambda x: {"sinks": x.query.new_full((x.query.shape[1],), 200.0)}),
+    "sinks=-inf": Edge(("sinks",), lambda x: {"sinks": x.query.new_full((x.query.shape[1],), -torch.inf)}),
+    "sinks=0": Edge(("sinks",), lambda x: {"sinks": x.query.new_zeros(x.query.shape[1])}, ("mask",)),
+    "bias of zeros": Edge(("bias",), lambda x: {"bias": x.query.new_zeros(1, 1, 1, 1)}),
+    "bias per row": _shaped("bias", lambda x: (1, 1, x.query.shape[2], 1)),
+    "bias per head": _shaped("bias", lambda x: (x.query.shape[0], x.query.shape[1], 1, 1), "causal"),
+    "bias per item": _shaped("bias", lambda x: (x.query.shape[0], 1, x.query.shape[2], x.key.shape[2])),
+    "bias of everything": _shaped(
+        "bias", lambda x: (*x.query.shape[:2], x.query.shape[2], x.key.shape[2]), "causal"
+    ),
+    "mask of one row": _shaped("mask", lambda x: (1, 1, 1, x.key.shape[2]), "causal"),
+    "mask of one column": _shaped("mask", lambda x: (1, 1, x.query.shape[2], 1)),
+    "mask per item and key": _shaped("mask", lambda x: (x.query.shape[0], 1, 1, x.key.shape[2])),
+    "mask of everything": _shaped("mask", lambda x: (*x.query.shape[:2], x.query.shape[2], x.key.shape[2])),
+    "mask that hides nothing": Edge(
+        ("mask",), lambda x: {"mask": torch.ones(x.query.shape[2], x.key.shape[2]).bool()}, ("causal",)
+    ),
+    "all keys present": Edge(
+        ("key_mask",), lambda x: {"key_mask": torch.ones(x.key.shape[0], x.key.shape[2]).bool()}, ("causal",)
+    ),
+    "key_lengths of one": Edge(
+        ("key_mask",), lambda x: {"key_lengths": torch.ones(x.key.shape[0], dtype=torch.int32)}
+    ),
+    "gates at their ends": Edge(("gates",), _gates, ("causal",)),
+}
+"""Arguments at their ends, by name; what a broadcast mask or bias hides and adds differs in every element."""
+
+
+def check_agrees_at_the_ends_of_arguments(variant: Any, case: Case) -> None:
+    """Falsy and extreme arguments, and masks and biases of every shape that broadcasts, mean what they say."""
+    edge = EDGES[case.note]
+    drawn = draw(case, variant)
+    made = {n: x.to(case.device) if isinstance(x, Tensor) else x for n, x in edge.make(drawn).items()}
+    inputs = drawn.with_tensors(**made)
+    advice = "Ask `is None`, never truth: 0 is a value; broadcast by axis, and keep every exponent's reference finite"
+    versus = f"the float64 definition ({case.note})"
+    _compare(variant, [inputs], versus, advice)
+    have = variant.capabilities
+    for what, word in (("weights", "need_weights"), ("lse", "need_lse")):
+        if not getattr(have, what):
+            continue
+        try:
+            exact, limit = exact_and_bound(variant, inputs, what)
+        except KeyError:  # the definition gives none
+            continue
+        with torch.no_grad():
+            got = getattr(inputs.run(variant, **{word: True}), what)
+        demand_close(got, exact, limit, variant, case, what=what, versus=versus, advice=advice)
+
+
+def check_long_inputs_agree_by_rows(variant: Any, case: Case) -> None:
+    """Lengths past the tiles of every usual kernel: rows at the borders equal the definition's."""
+    inputs = long_inputs(variant, case)
+    rows = sampled_rows(case)
+    with torch.no_grad():
+        got = inputs.run(variant).out
+    exact, limit = exact_rows_and_bound(variant, inputs, rows)
+    demand_close(
+        rows_of(got, rows),
+        exact,
+        limit,
+        variant,
+        case,
+        what="out",
+        versus=f"the float64 definition (rows {', '.join(map(str, rows))})",
+        advice="Look at what passes from tile to tile: the running maximum, both sums, positions, the last partial tile",
+    )
+
+
+def long_inputs(variant: Any, case: Case) -> Inputs:
+    """The case's inputs; noted `late keys`, the first three quarters of the keys are absent: whole tiles hide."""
+    inputs = draw(case, variant)
+    if case.note != "late keys":
+        return inputs
+    late = torch.arange(case.key_length, device=case.device) >= 3 * case.key_length // 4
+    return inputs.with_tensors(key_mask=late.expand(case.batch, -1))
+
+
+def _compare(variant: Any, draws: list[Inputs], versus: str, advice: str) -> None:
+    """The first draw's out against the definition; the others only measure the plain formula's error."""
+    inputs = draws[0]
+    exact, limit = exact_and_bound_of_draws(variant, draws)
+    if not bool(exact.isfinite().all()):
+        raise NotApplicable(f"its formula has no value there: {inputs.case.note}")
+    with torch.no_grad():
+        got = inputs.run(variant).out
+    demand_close(
+        got, exact, limit, variant, inputs.case, what="out", versus=versus, advice=advice, inputs=inputs
+    )
+
+
+def _contents(scope: Scope) -> Iterable[Case]:
+    for note in CONTENTS:
+        if scope.family == "recurrent" and note in SHIFTED:
+            continue
+        if note in SLOPING:
+            one = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 5, "key_length": 600}
+            yield case(needs=("cross_lengths",), dtype=scope.base, note=note, **one)
+            yield case(
+                *declared(scope, "causal"),
+                dtype=scope.base,
+                note=note,
+                **{**one, "query_length": 140, "key_length": 140},
+            )
+            continue
+        for dtype in dict.fromkeys((scope.base, scope.precise)):
+            yield case(dtype=dtype, note=note)
+        yield case("causal", "key_mask_left", dtype=scope.base, note=note)
+
+
+def _edges(scope: Scope) -> Iterable[Case]:
+    for note, edge in EDGES.items():
+        yield case(*edge.labels, needs=edge.needs, dtype=scope.base, note=note, **edge.sizes)
+
+
+def long_cases(scope: Scope) -> Iterable[Case]:
+    """Cases of one item past every tile; the precise dtype, so that one key among many is seen."""
+    length = 300 if scope.family == "recurrent" else 1500
+    sizes: dict[str, Any] = {
+        "batch": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "query_length": length,
+        "key_length": length,
+    }
+    sizes["dtype"] = scope.precise
+    yield case("causal", **sizes)
+    if scope.quick:
+        return
+    for labels in (
+        ("bias", "softcap"),
+        ("left_window", "sinks"),
+        ("causal", "mask_mod", "score_mod"),
+    ):
+        yield case(*declared(scope, *labels), **sizes)
+    yield case(needs=("key_mask",), note="late keys", **sizes)
+    yield case("bottom_right", **{**sizes, "query_length": length // 2 + 3})
+
+
+CHECKS = (
+    Check(check_agrees_on_special_contents, "values", _contents),
+    Check(check_agrees_at_the_ends_of_arguments, "values", _edges, asks_more=True),
+    Check(check_long_inputs_agree_by_rows, "values", long_cases),
+)

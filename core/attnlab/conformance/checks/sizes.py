@@ -1,0 +1,310 @@
+"""Odd sizes, large batches, elements far apart in memory: no size is too small, too uneven or too far away. Needs torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.derivatives import defined_gradients, direction_for, gradients
+from attnlab.conformance.draws import require_exact
+from attnlab.conformance.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
+from attnlab.conformance.messages import demand_close
+from attnlab.conformance.tolerances import bound, largest, rounding_bound
+from attnlab.conformance.watching import Watch
+
+INT32 = 2**31
+"""Offsets from here on overflow a signed 32-bit index."""
+FAR = INT32 + 2**16
+"""Elements of the storage that holds the far ones: 4 GiB of addresses in half precision, a few pages of memory."""
+MOST = 2**24
+"""Elements that one tensor of a large batch may hold: 64 MiB in float32."""
+MOST_OPERATIONS = 2**15
+"""Operations that a large batch may take beyond those of a small one: what loops over rows is not tried."""
+ADVICE_SIZES = (
+    "Bound every tile by what is left of it, take axes by their place and never by squeeze(), "
+    "and derive nothing from a size that was rounded up"
+)
+
+
+def check_any_size_agrees_with_definition(variant: Any, case: Case) -> None:
+    """Lengths of 1, primes and beside powers of two, widths of 1, odd and large ones, one head and many."""
+    inputs = draw(case, variant)
+    exact, limit = exact_and_bound(variant, inputs)
+    with torch.no_grad():
+        got = inputs.run(variant).out
+    demand_close(
+        got,
+        exact,
+        limit,
+        variant,
+        case,
+        what="out",
+        versus="the float64 definition",
+        advice=ADVICE_SIZES,
+    )
+
+
+def check_any_size_has_right_gradients(variant: Any, case: Case) -> None:
+    """Gradients at those sizes equal the definition's."""
+    inputs = draw(case, variant)
+    require_exact(variant, inputs)
+    direction, visible, low = direction_for(inputs), inputs.visible(), plain_dtype(case.dtype)
+    exact = defined_gradients(variant, inputs, direction, visible=visible)
+    plain = defined_gradients(variant, inputs, direction, getattr(torch, low), visible=visible)
+    _, found = gradients(variant, inputs, direction)
+    for name, expected in exact.items():
+        limit = bound(
+            case.dtype,
+            exact=expected,
+            plain=plain[name],
+            plain_dtype=low,
+            terms=reduction_terms(case) * (case.batch if expected.dim() < 4 else 1),
+            magnitude=largest(direction) * largest(inputs.value),
+        )
+        demand_close(
+            found[name],
+            expected,
+            limit,
+            variant,
+            case,
+            what=f"gradient of {name}",
+            versus="the gradient of the float64 definition",
+            advice=ADVICE_SIZES,
+        )
+
+
+def check_large_batches_are_served_whole(variant: Any, case: Case) -> None:
+    """Of a batch whose rows times heads pass 2^16, samples give what they give in a small one, forward and gradient."""
+    inputs = draw(case, variant)
+    last, wrap = case.batch - 1, 65535 // case.num_heads  # the row where batch times heads passes 2^16
+    rows = sorted({r for r in (0, 1, 255, 256, last // 2, 32767, 32768, wrap, last - 1, last) if r <= last})
+    some, fewer = (inputs.rebuilt({n: x[r] for n, x in inputs.tensors().items()}) for r in (rows, rows[:5]))
+    _require_affordable(variant, some, fewer, case.batch)
+    if variant.capabilities.backward:
+        direction = direction_for(inputs)
+        out, found = gradients(variant, inputs, direction)
+        expected, own = gradients(variant, some, direction[rows])
+        pairs = {"out": (out, expected)}
+        pairs |= {f"gradient of {n}": (found[n], own[n]) for n in ("query", "key", "value")}
+    else:
+        direction = inputs.value
+        with torch.no_grad():
+            pairs = {"out": (inputs.run(variant).out, some.run(variant).out)}
+    for what, (whole, wanted) in pairs.items():
+        weight = 1.0 if what == "out" else largest(direction)
+        size = max(largest(wanted), weight * largest(inputs.value))
+        demand_close(
+            whole[rows],
+            wanted,
+            rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
+            variant,
+            case,
+            what=what,
+            versus=f"the same rows in a batch of {len(rows)} (rows {rows})",
+            advice="Count rows in 64 bits, and round the number of slices up: the last one may be partly filled",
+        )
+
+
+def _require_affordable(variant: Any, some: Inputs, fewer: Inputs, batch: int) -> None:
+    """`NotApplicable` where a row takes so much memory, or so many operations, that a large batch is out of reach."""
+    watches = []
+    for inputs in (some, fewer):
+        with torch.no_grad(), Watch() as watch:
+            inputs.run(variant)
+        watches.append(watch)
+    rows = some.query.shape[0]
+    elements = watches[0].largest / rows
+    operations = (watches[0].count - watches[1].count) / (rows - fewer.query.shape[0])
+    if elements * batch > MOST or operations * batch > MOST_OPERATIONS:
+        raise NotApplicable(
+            f"a row takes {elements:.0f} elements and {operations:.0f} operations: too many for {batch} rows"
+        )
+
+
+def check_elements_far_apart_are_found(variant: Any, case: Case) -> None:
+    """query, key and value with strides whose offsets pass 2^31 elements give what contiguous copies give."""
+    inputs = draw(case, variant)
+    with torch.no_grad():
+        expected = inputs.run(variant).out
+    with sparse_storage(inputs.query.dtype, inputs.query.device) as memory:
+        for axis, name in ((0, "batch item"), (1, "head"), (2, "token")):
+            if 1 in (inputs.query.shape[axis], inputs.key.shape[axis]):
+                continue
+            far = _spread(inputs, memory, axis)
+            with torch.no_grad():
+                got = far.run(variant).out
+            size = max(largest(expected), largest(inputs.value))
+            demand_close(
+                got,
+                expected,
+                rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
+                variant,
+                case,
+                what="out",
+                versus=f"the call with contiguous copies (the last {name} starts 2^31 elements after the first)",
+                advice="Compute offsets in 64 bits: index * stride passes 2^31 long before the sizes do",
+            )
+            del far, got
+
+
+@contextmanager
+def sparse_storage(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    """A vector of `FAR` elements of which only touched pages take memory; `NotApplicable` where there is no such thing.
+
+    On CPU a mapped file without contents; on an accelerator real memory, where four times as much is free.
+    """
+    size = FAR * torch.finfo(dtype).bits // 8
+    if device.type != "cpu":
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        if free < 4 * size:
+            raise NotApplicable(f"{device} has no {4 * size / 2**30:.0f} GiB free to spread elements over")
+        yield torch.empty(FAR, dtype=dtype, device=device)
+        return
+    if os.name != "posix":
+        raise NotApplicable("files without contents take their full size on this system")
+    handle, path = tempfile.mkstemp(prefix="attnlab-far-")
+    try:
+        os.close(handle)
+        memory = _mapped(Path(path), size, dtype)
+    finally:
+        with suppress(OSError):
+            os.unlink(path)  # the mapping keeps it
+    yield memory
+
+
+def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
+    try:
+        os.truncate(path, 2**24)  # first a small one: some file systems fill it
+        if path.stat().st_blocks * 512 > 2**20:
+            raise NotApplicable(f"files without contents take their full size in {path.parent}")
+        os.truncate(path, size)
+        return torch.from_file(str(path), shared=True, size=FAR, dtype=dtype)
+    except (OSError, RuntimeError) as fault:
+        raise NotApplicable(
+            f"no {size / 2**30:.0f} GiB of addresses to spread elements over: {fault}"
+        ) from None
+
+
+def _spread(inputs: Inputs, memory: Tensor, axis: int) -> Inputs:
+    """The call whose query, key and value lie beside each other in `memory`, entries of `axis` far apart."""
+    named, start = {}, 0
+    for name in ("query", "key", "value"):
+        x: Tensor = getattr(inputs, name)
+        strides = list(x.contiguous().stride())
+        strides[axis] = INT32 // (x.shape[axis] - 1)
+        view = memory.as_strided(x.shape, strides, start)
+        view.copy_(x)
+        named[name] = view
+        start += x.numel()  # the others' entries end before
+    return inputs.with_tensors(**named)
+
+
+def _sized(length: int, keys: int | None = None, width: int = 8, **more: int) -> dict[str, int]:
+    heads = {"num_kv_heads": more["num_heads"]} if "num_heads" in more and "num_kv_heads" not in more else {}
+    widths = {"head_dim": width, "key_dim": width, "value_dim": more.get("value_dim", width)}
+    return {
+        "query_length": length,
+        "key_length": length if keys is None else keys,
+        "batch": 1,
+        **widths,
+        **more,
+        **heads,
+    }
+
+
+ONE = {"num_heads": 1, "num_kv_heads": 1}
+SMALLEST = (
+    _sized(1, width=1, **ONE),
+    _sized(1, width=1),
+    _sized(5, width=1, batch=2),
+    _sized(1, 13),
+    _sized(13, 1),
+    _sized(1, batch=3),
+)
+WIDTHS = (
+    _sized(7, width=3, batch=2),
+    _sized(7, width=13),
+    _sized(5, width=65, **ONE),
+    _sized(5, width=96, **ONE),
+    _sized(5, width=136, **ONE),
+    _sized(5, width=257, **ONE),
+    _sized(7, value_dim=1, batch=2),
+    _sized(5, width=4, value_dim=131, **ONE),
+    _sized(5, width=40, value_dim=17),
+)
+HEADS = (
+    _sized(5, num_heads=1, num_kv_heads=1, batch=2),
+    _sized(5, num_heads=7, width=5),
+    _sized(4, num_heads=33),
+    _sized(5, num_heads=12, num_kv_heads=3),
+    _sized(5, num_heads=15, num_kv_heads=5, width=3),
+)
+LENGTHS = (
+    _sized(17, 31, **ONE),
+    _sized(127, **ONE),
+    _sized(128, **ONE),
+    _sized(129, **ONE),
+    _sized(31, 129, **ONE),
+    _sized(129, 31, **ONE),
+    _sized(61, 65, batch=2, width=5, **ONE),
+)
+
+
+def _sizes(scope: Scope) -> Iterable[Case]:
+    quick = (*SMALLEST[:4], WIDTHS[0], WIDTHS[4], WIDTHS[6], HEADS[1], HEADS[3], LENGTHS[3])
+    for sizes in quick if scope.quick else (*SMALLEST, *WIDTHS, *HEADS, *LENGTHS):
+        yield case(dtype=scope.base, **sizes)
+        yield case(
+            "causal" if sizes["query_length"] == sizes["key_length"] else "bottom_right",
+            dtype=scope.base,
+            **sizes,
+        )
+    if scope.quick:
+        return
+    for dtype in scope.dtypes:
+        if dtype != scope.base:
+            for sizes in (SMALLEST[0], WIDTHS[1], WIDTHS[4], WIDTHS[6], LENGTHS[3]):
+                yield case("causal", dtype=dtype, **sizes)
+    yield case("negative_offset", dtype=scope.base, **SMALLEST[1])
+    for label in ("key_mask_right", "mask", "window", "segments"):
+        for sizes in (SMALLEST[3], LENGTHS[0], LENGTHS[3]):
+            yield case(label, dtype=scope.base, **sizes)
+
+
+def _gradient_sizes(scope: Scope) -> Iterable[Case]:
+    sizes = [SMALLEST[0], WIDTHS[0], _sized(65, **ONE)]
+    if not scope.quick:
+        sizes += [SMALLEST[3], SMALLEST[4], WIDTHS[4], WIDTHS[6], HEADS[1], HEADS[3], LENGTHS[0]]
+        if scope.family != "recurrent":  # whose definition keeps a memory for every query and token
+            sizes.append(LENGTHS[3])
+    for one in sizes:
+        label = "causal" if one["query_length"] == one["key_length"] else "bottom_right"
+        yield case(label, needs=("backward",), dtype=scope.base, **one)
+
+
+def _batches(scope: Scope) -> Iterable[Case]:
+    yield case("causal", dtype=scope.base, **_sized(2, width=4, batch=33001))
+
+
+def _far(scope: Scope) -> Iterable[Case]:
+    narrow = [d for d in scope.dtypes if d in ("bfloat16", "float16")] or [scope.base]
+    yield case(dtype=narrow[0], query_length=5, key_length=5, note="far apart")
+    if not scope.quick:
+        yield case("causal", "gqa", dtype=narrow[-1], query_length=5, key_length=5, note="far apart")
+
+
+CHECKS = (
+    Check(check_any_size_agrees_with_definition, "sizes", _sizes),
+    Check(check_any_size_has_right_gradients, "sizes", _gradient_sizes),
+    Check(check_large_batches_are_served_whole, "sizes", _batches),
+    Check(check_elements_far_apart_are_found, "sizes", _far),
+)

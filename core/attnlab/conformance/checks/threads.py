@@ -1,0 +1,293 @@
+"""Calls that overlap: in two threads, before each other's backward, and beside any number of threads. Needs torch.
+
+Two threads are made to take turns at every operation, and at every line of the variant's own code: what one call leaves on the
+module, the other finds there, always.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, Scope
+from attnlab.conformance.checks._runs import agree, agree_in_all, declared, plainly
+from attnlab.conformance.checks._settings import settings_kept
+from attnlab.conformance.checks._stepping import NEEDS, feed
+from attnlab.conformance.derivatives import direction_for, recorded, trained
+from attnlab.conformance.draws import seeded_draws
+from attnlab.conformance.inputs import Inputs, draw
+from attnlab.conformance.messages import demand
+
+PATIENCE = 0.5
+"""Seconds that a thread waits for its turn before it goes on without: the other one may wait for a lock."""
+ADVICE = (
+    "Keep nothing of a call on the module, in a global or in a buffer of its own: pass it on as arguments, "
+    "save it on ctx or in the state"
+)
+
+Answer = tuple[Tensor, dict[str, Tensor]]
+
+
+def check_threads_share_an_instance(variant: Any, case: Case) -> None:
+    """Two calls at once on one instance, with other lengths, masks and contents, give what each gives alone."""
+    own = draw(case, variant)
+    for recording, partner in (
+        (variant.capabilities.backward and "state" not in case.needs, _partner(case, variant)),
+        (False, draw(replace(case, seed=case.seed + 13), variant)),
+    ):
+        inputs = [own, partner]
+        for one in inputs:
+            plainly(variant, one)  # what is refused is refused here
+        jobs = [_job(variant, one, recording) for one in inputs]
+        alone = [job() for job in jobs]
+        with settings_kept(variant, case, "two calls at once"), seeded_draws(case.seed, case.device):
+            together = _taking_turns(jobs, _files_of(variant))
+        for one, got, expected in zip(inputs, together, alone, strict=True):
+            demand(
+                not isinstance(got, Exception),
+                variant,
+                one.case,
+                f"beside another call in another thread it raises {type(got).__name__}: {' '.join(str(got).split())[:160]}",
+                ADVICE,
+            )
+            assert not isinstance(got, Exception)
+            agree_in_all(
+                variant, one, got, expected, versus="the call alone (this is beside another)", advice=ADVICE
+            )
+
+
+def check_overlapping_calls_keep_their_own(variant: Any, case: Case) -> None:
+    """Two forwards before either backward, and a backward run twice, give the gradients of each call alone."""
+    inputs = [draw(case, variant), draw(replace(case, seed=case.seed + 13), variant)]
+    parameters = trained(variant)
+    alone = []
+    for one in inputs:
+        plainly(variant, one)
+        alone.append(_gradients(*_recorded(variant, one), parameters, one))
+    for order in ((0, 1), (1, 0)):
+        calls = [_recorded(variant, one) for one in inputs]
+        for i in order:
+            for time in ("", ", run a second time"):
+                found = _gradients(*calls[i], parameters, inputs[i])
+                for name, expected in alone[i].items():
+                    agree(
+                        variant,
+                        inputs[i],
+                        found[name],
+                        expected,
+                        what=f"gradient of {name}",
+                        versus=f"the call alone (this is beside another, {('first', 'second')[i]} of two forwards{time})",
+                        advice=f"{ADVICE}; a backward writes to nothing that was saved",
+                    )
+
+
+def check_the_number_of_threads_does_not_matter(variant: Any, case: Case) -> None:
+    """With 1, 2, 3 and 5 threads of torch's own the output is the same within rounding."""
+    inputs = draw(case, variant)
+    plainly(variant, inputs)
+    before = torch.get_num_threads()
+    answers = {}
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            answers[count] = plainly(variant, inputs)
+    finally:
+        torch.set_num_threads(before)
+    for count, got in answers.items():
+        agree(
+            variant,
+            inputs,
+            got,
+            answers[1],
+            versus=f"that of 1 thread (this is torch.set_num_threads({count}))",
+            advice="Pieces cut by the number of threads must cover every key once and share one normaliser",
+        )
+
+
+class _Turns:
+    """Two threads that go on by turns. One that waits for a lock of the other's is not waited for until it is back."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.turn = 0
+        self.away: set[int] = set()  # done, or stuck at something else
+
+    def begin(self, me: int) -> None:
+        """Wait for the first turn."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.turn == me, PATIENCE)
+
+    def pass_on(self, me: int) -> None:
+        """Let the other go on until it passes on in its turn."""
+        other = 1 - me
+        with self.condition:
+            self.away.discard(me)
+            if other in self.away:
+                return
+            self.turn = other
+            self.condition.notify_all()
+            if not self.condition.wait_for(lambda: self.turn == me or other in self.away, PATIENCE):
+                self.away.add(other)
+
+    def finish(self, me: int) -> None:
+        """Take part no more."""
+        with self.condition:
+            self.away.add(me)
+            self.turn = 1 - me
+            self.condition.notify_all()
+
+
+class _Alternating(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's class hooks carry no types
+    """Before each operation of this thread the other one takes a turn."""
+
+    def __init__(self, turns: _Turns, me: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # as above
+        self.turns, self.me = turns, me
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.turns.pass_on(self.me)
+        return func(*args, **(kwargs or {}))
+
+
+def _taking_turns(jobs: list[Callable[[], Answer]], files: set[str]) -> list[Answer | Exception]:
+    turns = _Turns()
+    answers: dict[int, Answer | Exception] = {}
+
+    def work(me: int) -> None:
+        def at_each_line(frame: FrameType, event: str, _: Any) -> Any:
+            if frame.f_code.co_filename not in files:
+                return None
+            if event == "line":
+                turns.pass_on(me)
+            return at_each_line
+
+        turns.begin(me)
+        before = sys.gettrace()
+        try:
+            sys.settrace(at_each_line)
+            with _Alternating(turns, me):
+                answers[me] = jobs[me]()
+        except Exception as fault:
+            answers[me] = fault
+        finally:
+            sys.settrace(before)
+            turns.finish(me)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[n] for n in range(len(jobs))]
+
+
+def _files_of(variant: Any) -> set[str]:
+    """The files that hold the code of the variant's own classes."""
+    own = [
+        cls for cls in type(variant).__mro__ if cls.__module__.partition(".")[0] not in ("torch", "builtins")
+    ]
+    functions = [f for cls in own for f in vars(cls).values() if isinstance(f, FunctionType)]
+    return {f.__code__.co_filename for f in functions}
+
+
+def _job(variant: Any, inputs: Inputs, recording: bool) -> Callable[[], Answer]:
+    """What a thread does with these inputs: a run through a state, a forward and backward, or a forward."""
+    parameters = trained(variant)
+    direction = direction_for(inputs)
+
+    def work() -> Answer:
+        if recording:
+            out, leaves = _recorded(variant, inputs)
+            return out.detach(), _gradients(out, leaves, parameters, inputs, direction)
+        with torch.no_grad():
+            if "state" in inputs.case.needs:
+                return feed(variant, inputs, [2, 1, inputs.case.query_length - 3])[0], {}
+            return inputs.run(variant).out, {}
+
+    return work
+
+
+def _recorded(variant: Any, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves = recorded(inputs.tensors())
+    with torch.enable_grad():
+        return inputs.rebuilt(leaves).run(variant).out, leaves
+
+
+def _gradients(
+    out: Tensor,
+    leaves: dict[str, Tensor],
+    parameters: dict[str, Tensor],
+    inputs: Inputs,
+    direction: Tensor | None = None,
+) -> dict[str, Tensor]:
+    found = torch.autograd.grad(
+        out,
+        [*leaves.values(), *parameters.values()],
+        direction_for(inputs) if direction is None else direction,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip([*leaves, *parameters], found, strict=True))
+
+
+def _partner(case: Case, variant: Any) -> Inputs:
+    """A longer call of other contents that asks for less: without the case's first feature that is no size."""
+    from attnlab.conformance.features import FEATURES
+
+    dropped = next((x for x in case.features if not FEATURES[x].sizes), None)
+    features = tuple(x for x in case.features if x != dropped or "state" in case.needs)
+    return draw(
+        replace(
+            case,
+            features=features,
+            seed=case.seed + 13,
+            batch=case.batch + 1,
+            query_length=case.query_length + 4,
+            key_length=case.key_length + 4,
+        ),
+        variant,
+    )
+
+
+def _calls(scope: Scope) -> Iterable[Case]:
+    sizes = {"dtype": scope.base}
+    yield case(*declared(scope, "causal", "key_mask_left", "gqa"), **sizes)
+    if scope.quick:
+        return
+    yield case(*declared(scope, "int_offset", "scale", "mask"), **sizes)
+    yield case(*declared(scope, "bias", "sinks", "softcap", "segments"), **sizes)
+    yield case(*declared(scope, "mask_per_item", "score_mod"), **sizes)
+
+
+def _shared(scope: Scope) -> Iterable[Case]:
+    yield from _calls(scope)
+    if not scope.quick:
+        yield case("causal", dtype=scope.base, needs=NEEDS, note="through a state")
+
+
+def _overlapping(scope: Scope) -> Iterable[Case]:
+    for one in _calls(scope):
+        yield replace(one, needs=("backward",))
+
+
+def _counted(scope: Scope) -> Iterable[Case]:
+    yield case(*declared(scope, "causal"), dtype=scope.base, query_length=67, key_length=67)
+    if not scope.quick:
+        yield case(*declared(scope, "key_mask_holes", "longer_keys"), dtype=scope.base)
+
+
+CHECKS = (
+    Check(check_threads_share_an_instance, "threads", _shared),
+    Check(check_overlapping_calls_keep_their_own, "threads", _overlapping, random_too=True),
+    Check(check_the_number_of_threads_does_not_matter, "threads", _counted),
+)

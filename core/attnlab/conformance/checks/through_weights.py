@@ -1,0 +1,150 @@
+"""Gradients through weights and lse. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from attnlab.conformance.cases import Case, case
+from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._runs import declared
+from attnlab.conformance.checks.weights import require_defined
+from attnlab.conformance.derivatives import direction_for, recorded
+from attnlab.conformance.draws import require_exact
+from attnlab.conformance.inputs import define, draw, plain_dtype, reduction_terms
+from attnlab.conformance.messages import demand, demand_close
+from attnlab.conformance.tolerances import bound, largest
+
+
+def check_gradients_flow_through_weights(variant: Any, case: Case) -> None:
+    """Weights declared `in_graph` have the definition's gradients."""
+    if variant.capabilities.weights != "in_graph":
+        raise NotApplicable(
+            f"weights are {variant.capabilities.weights!r}, only 'in_graph' promises gradients"
+        )
+    inputs = draw(case, variant)
+    require_exact(variant, inputs)
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    shape = (case.batch, case.num_heads, case.query_length, case.key_length)
+    direction = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.device)
+    visible = inputs.visible()
+
+    def through(dtype: torch.dtype, judged: bool) -> dict[str, torch.Tensor]:
+        leaves = {n: x.clone().to(dtype).requires_grad_() for n, x in inputs.tensors().items()}
+        with torch.enable_grad():
+            call = inputs.rebuilt(leaves)
+            weights = (
+                call.run(variant, need_weights=True).weights
+                if judged
+                else define(variant, call, dtype=dtype, visible=visible)["weights"]
+            )
+            demand(
+                weights is not None and weights.requires_grad,
+                variant,
+                case,
+                "weights carry no gradient",
+                "Return the weights of the forward itself, or declare weights='recomputed'",
+            )
+            grads = torch.autograd.grad(
+                weights,
+                list(leaves.values()),
+                direction.to(weights.dtype),
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        return dict(zip(leaves, grads, strict=True))
+
+    low = plain_dtype(case.dtype)
+    found = through(inputs.query.dtype, True)
+    exact, plain = through(torch.float64, False), through(getattr(torch, low), False)
+    for name, expected in exact.items():
+        limit = bound(
+            case.dtype,
+            exact=expected,
+            plain=plain[name],
+            plain_dtype=low,
+            terms=reduction_terms(case),
+            magnitude=largest(direction),
+        )
+        demand_close(
+            found[name],
+            expected,
+            limit,
+            variant,
+            case,
+            what=f"gradient through weights of {name}",
+            versus="the definition's",
+            advice="Do not detach the weights that are returned",
+        )
+
+
+def check_gradients_flow_through_lse(variant: Any, case: Case) -> None:
+    """Where lse carries a gradient it is the definition's, alone and together with out's, as merging partial results needs it."""
+    inputs = draw(case, variant)
+    require_exact(variant, inputs)
+    require_defined(variant, "lse", define(variant, inputs))
+    direction = direction_for(inputs)
+    lean = direction.sum(-1) * inputs.visible().any(-1)  # lse of a row that sees nothing is a constant
+    visible = inputs.visible()
+
+    def through(dtype: torch.dtype, judged: bool) -> dict[str, torch.Tensor]:
+        leaves = recorded(inputs.tensors(), dtype)
+        call = inputs.rebuilt(leaves)
+        with torch.enable_grad():
+            if judged:
+                answer = call.run(variant, need_lse=True)
+                out, lse = answer.out, answer.lse
+                if not lse.requires_grad:
+                    raise NotApplicable("its lse carries no gradient")
+            else:
+                defined = define(variant, call, dtype=dtype, visible=visible)
+                out, lse = defined["out"], defined["lse"]
+            loss = (torch.where(lean == 0, 0, lse) * lean.to(lse.dtype)).sum()
+            loss = loss + (out * direction.to(out.dtype)).sum().to(lse.dtype)
+            found = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(leaves, found, strict=True))
+
+    low = plain_dtype(case.dtype)
+    found = through(inputs.query.dtype, True)
+    exact, plain = through(torch.float64, False), through(getattr(torch, low), False)
+    for name, expected in exact.items():
+        limit = bound(
+            case.dtype,
+            exact=expected,
+            plain=plain[name],
+            plain_dtype=low,
+            terms=reduction_terms(case) * (case.batch if expected.dim() < 4 else 1),
+            magnitude=max(largest(lean), largest(direction) * largest(inputs.value)),
+        )
+        demand_close(
+            found[name],
+            expected,
+            limit,
+            variant,
+            case,
+            what=f"gradient of {name}",
+            versus="the definition's, of a loss on out and lse",
+            advice="d lse / d score is the weight: a backward of its own adds it, or marks lse as not differentiable",
+        )
+
+
+def _through(scope: Scope) -> Iterable[Case]:
+    for labels in ((), ("causal",), ("gqa",)):
+        yield case(*labels, needs=("weights", "backward"), dtype=scope.base)
+
+
+def _lse(scope: Scope) -> Iterable[Case]:
+    sizes: dict[str, Any] = {"needs": ("lse", "backward"), "dtype": scope.base}
+    for labels in ((), ("causal",), ("mask", "sinks"), ("bias", "softcap", "gqa")):
+        yield case(*declared(scope, *labels), **sizes)
+    yield case(*declared(scope, "causal"), **sizes, batch=1, query_length=70, key_length=70)
+
+
+CHECKS = (
+    Check(check_gradients_flow_through_weights, "weights", _through),
+    Check(check_gradients_flow_through_lse, "weights", _lse),
+)

@@ -1,0 +1,214 @@
+"""Correct variants that do something unusual pass every check: a failure here is a false alarm of the suite."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnlab import Attention, AttentionOutput, Call, Reason, Request
+from attnlab.conformance import CheckResult, run_checks
+from attnlab.conformance.cases import case
+from attnlab.conformance.draws import is_random
+from attnlab.conformance.inputs import draw
+from attnlab.conformance.mutants import TextbookAttention
+from attnlab.conformance.subject import subject_of
+from attnlab.conformance.unusual import UNUSUAL
+from attnlab.conformance.unusual.heads import MultiQueryAttention, SingleHeadAttention, TalkingHeadsAttention
+from attnlab.conformance.unusual.limits import Float64Attention
+from attnlab.conformance.unusual.normalisers import SigmoidAttention, SparsemaxAttention, TopKAttention
+from attnlab.conformance.unusual.null_slots import NullSlotAttention
+from attnlab.conformance.unusual.pooled import ProjectedLengthAttention
+from attnlab.conformance.unusual.sampled import SampledAttention
+from attnlab.conformance.unusual.sums import RandomExponentialAttention, RandomReluAttention
+
+each = pytest.mark.parametrize("variant", UNUSUAL, ids=lambda cls: cls.name)
+
+
+def alarms(results: list[CheckResult]) -> str:
+    return "\n".join(f"{r.check} [{r.case}] {r.status}: {r.message}" for r in results if not r.ok)
+
+
+def of(results: list[CheckResult], check: str) -> list[CheckResult]:
+    return [r for r in results if r.check == check]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(cls, id=cls.name, marks=[pytest.mark.full] if position % 4 else [])
+        for position, cls in enumerate(UNUSUAL)
+    ],
+)
+def test_no_check_raises_a_false_alarm_in_a_quick_run(variant: type[Attention]) -> None:
+    results = run_checks(variant, quick=True)
+    assert not alarms(results), alarms(results)
+    assert sum(r.status == "passed" for r in results) > 20
+
+
+@pytest.mark.full
+@each
+def test_no_check_raises_a_false_alarm_in_a_full_run(variant: type[Attention]) -> None:
+    results = run_checks(variant)
+    assert not alarms(results), alarms(results)
+
+
+def test_there_are_many_and_each_is_of_its_own_kind() -> None:
+    assert len(UNUSUAL) >= 16
+    assert len({cls.name for cls in UNUSUAL}) == len(UNUSUAL)
+    assert {cls.family for cls in UNUSUAL} == {"plain", "score", "feature_map", "recurrent"}
+
+
+@each
+def test_each_says_what_it_computes_and_from_where(variant: type[Attention]) -> None:
+    text = inspect.getdoc(variant)
+    assert text
+    assert text.splitlines()[0].endswith((".", "`", ":", ","))
+    made = subject_of(variant).probe
+    assert not made.capabilities.within(variant.capabilities)
+    own = variant.definition
+    assert own is None or not hasattr(own, "__self__")
+
+
+# -- what keeps these alarms quiet must not keep a mistake quiet ------------------------------------------------
+
+
+class BiasedSample(SampledAttention):
+    """Draws with probabilities of twice the scores."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        call.scale = 2 * (self.key_dim**-0.5 if call.scale is None else call.scale)
+        return super().attend(query, key, value, call)
+
+
+class UnseededSample(SampledAttention):
+    """Claims to be deterministic and draws all the same."""
+
+    capabilities = replace(SampledAttention.capabilities, deterministic=True)
+
+
+def test_a_random_variant_with_the_wrong_mean_is_found() -> None:
+    results = run_checks(BiasedSample, only="agrees_with_definition", quick=True)
+    failed = [r for r in results if r.status == "failed"]
+    assert failed
+    assert "the mean of out" in failed[0].message
+
+
+def test_a_claim_of_determinism_is_held_against_a_draw() -> None:
+    results = run_checks(UnseededSample, only="repetition_gives_the_same_bits", quick=True)
+    assert {r.status for r in results} == {"failed"}
+
+
+def test_a_random_variant_is_found_by_its_seeds_and_an_exact_one_is_not() -> None:
+    inputs = draw(case(), SampledAttention(num_heads=2, head_dim=8))
+    assert is_random(SampledAttention(num_heads=2, head_dim=8), inputs)
+    assert not is_random(UnseededSample(num_heads=2, head_dim=8), inputs)
+    silent = type(
+        "Silent",
+        (TextbookAttention,),
+        {"capabilities": replace(TextbookAttention.capabilities, deterministic=False)},
+    )
+    assert not is_random(silent(num_heads=2, head_dim=8), inputs)
+
+
+def test_a_variant_that_claims_no_property_is_compared_with_its_definition_all_the_same() -> None:
+    """`exact` is given up with a reason, or not at all."""
+    silent = replace(TextbookAttention.capabilities, exact=False, deterministic=False)
+
+    class DoublesScores(TextbookAttention):
+        capabilities = silent
+
+        def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+            return 2 * super().scores(q, k, call)
+
+    results = run_checks(DoublesScores, only="agrees_with_definition", quick=True)
+    assert sum(r.status == "failed" for r in results) > len(results) / 2
+
+
+def test_giving_up_exact_is_told_with_its_reason() -> None:
+    results = of(run_checks(RandomExponentialAttention, only="values", quick=True), "agrees_with_definition")
+    assert {r.status for r in results} == {"not applicable"}
+    assert "random features approximate softmax" in results[0].message
+
+
+def test_a_law_of_softmax_is_asked_only_where_the_definition_obeys_it() -> None:
+    for variant in (SparsemaxAttention, TopKAttention):
+        results = run_checks(variant, only="duplicated_keys_change_nothing", quick=True)
+        assert {r.status for r in results} == {"not applicable"}
+    results = run_checks(TextbookAttention, only="duplicated_keys_change_nothing", quick=True)
+    assert {r.status for r in results} == {"passed"}
+
+
+def test_weights_beside_a_null_key_may_sum_to_less_than_one_but_not_to_more() -> None:
+    class Doubled(NullSlotAttention):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+            result = super().attend(query, key, value, call)
+            return result if result.weights is None else result._replace(weights=3 * result.weights)
+
+    only = "weights_of_a_row_sum_to_one"
+    assert not alarms(run_checks(NullSlotAttention, only=only, quick=True))
+    assert alarms(run_checks(Doubled, only=only, quick=True))
+
+
+def test_heads_that_talk_are_a_known_failure_and_their_silence_would_be_one_too() -> None:
+    only = "heads_are_independent"
+    assert {r.status for r in run_checks(TalkingHeadsAttention, only=only)} == {"known failure"}
+
+    class Silent(TalkingHeadsAttention):
+        def __init__(self, **sizes: Any) -> None:
+            super().__init__(**sizes)
+            self.P_l, self.P_w = (nn.Parameter(torch.eye(self.num_heads)) for _ in range(2))
+
+    assert "passes on every case" in alarms(run_checks(Silent, only=only))
+
+
+@pytest.mark.parametrize(
+    ("variant", "heads"), [(MultiQueryAttention, (None, 1)), (SingleHeadAttention, (1, 1))]
+)
+def test_a_variant_that_refuses_other_numbers_of_heads_is_tried_with_its_own(
+    variant: type[Attention], heads: tuple[int | None, int | None]
+) -> None:
+    assert subject_of(variant).heads == heads
+    results = run_checks(variant, only="agrees_with_definition", quick=True)
+    assert not alarms(results)
+    assert "k1" in results[0].case or "H1" in results[0].case
+
+
+def test_a_size_may_be_refused_but_not_the_smallest() -> None:
+    class RefusesAll(ProjectedLengthAttention):
+        def supports(self, request: Request) -> list[Reason]:
+            return [*super().supports(request), Reason("key_length", f"{request.key_length} keys", "none")]
+
+    results = run_checks(ProjectedLengthAttention, only="agrees_with_definition", quick=True)
+    assert not alarms(results)
+    assert any("refuses this size" in r.message for r in results if r.status == "not applicable")
+    assert "declared and refused" in alarms(run_checks(RefusesAll, only="agrees_with_definition", quick=True))
+
+
+def test_a_frozen_parameter_is_a_constant_of_the_gradient_checks() -> None:
+    results = run_checks(RandomReluAttention, only="gradients_*", quick=True)
+    assert not alarms(results)
+    assert any(r.status == "passed" for r in results)
+
+
+def test_nan_in_a_hidden_pair_is_followed_into_gradients_where_no_row_sees_it() -> None:
+    class Leaks(SigmoidAttention):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+            return super().attend(query + 0 * key.sum(dim=2, keepdim=True), key, value, call)
+
+    only = "hidden_nonfinite_pairs_are_isolated"
+    assert not alarms(run_checks(SigmoidAttention, only=only, quick=True))
+    assert alarms(run_checks(Leaks, only=only, quick=True))
+
+
+def test_the_first_call_and_the_next_give_the_same_bits_in_float64() -> None:
+    """The default scale is torch's own `1 / sqrt(Dk)`, so that every path of a variant rounds alike."""
+    made = Float64Attention(num_heads=2, head_dim=6)
+    query, key, value = (torch.randn(2, 2, 9, 6, dtype=torch.float64) for _ in range(3))
+    with torch.no_grad():
+        first, second = (made(query, key, value).out for _ in range(2))
+    assert torch.equal(first, second)
