@@ -9,7 +9,7 @@ import pytest
 from attnlab.conformance import run_checks
 from attnlab.conformance.checks import ALL
 from attnlab.conformance.kills import kill
-from attnlab.conformance.mutants import MUTANTS, Mutant, TextbookAttention, TextbookDelta, TextbookLinear
+from attnlab.conformance.mutants import MUTANTS, TEXTBOOK, Mutant
 from attnlab.interface import Attention
 
 
@@ -32,7 +32,9 @@ def test_a_mutant_fails_the_check_that_owns_its_mistake(mutant: Mutant) -> None:
     assert len(verdict.message) > 60
 
 
-@pytest.mark.parametrize("variant", [TextbookAttention, TextbookLinear, TextbookDelta])
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[pytest.mark.full] * (i > 3)) for i, v in enumerate(TEXTBOOK)]
+)
 def test_the_textbook_variants_pass_every_check(variant: type[Attention]) -> None:
     bad = [f"{r.check} [{r.case}]: {r.message}" for r in run_checks(variant, quick=True) if not r.ok]
     assert not bad, "\n".join(bad)

@@ -75,7 +75,7 @@ def iter_alarms(*, quick: bool = True, workers: int = 1) -> Iterator[Alarms]:
 def correct_variants() -> list[tuple[str, Any]]:
     """Names and subjects that no check may accuse: built-in, textbook, unusual."""
     from attnlab.catalogue import default_registry
-    from attnlab.conformance.mutants import TextbookAttention, TextbookDelta, TextbookLinear
+    from attnlab.conformance.mutants import TEXTBOOK
     from attnlab.conformance.unusual import UNUSUAL
 
     registry = default_registry()
@@ -84,7 +84,7 @@ def correct_variants() -> list[tuple[str, Any]]:
         for n in registry.names()
         if registry.info(n).owner == "attnlab" and not registry.info(n).unavailable
     ]
-    classes: tuple[type[Any], ...] = (TextbookAttention, TextbookLinear, TextbookDelta, *UNUSUAL)
+    classes: tuple[type[Any], ...] = (*TEXTBOOK, *UNUSUAL)
     return [*((name, name) for name in built_in), *((cls.__name__, cls) for cls in classes)]
 
 

@@ -79,8 +79,8 @@ def _long(scope: Scope) -> Iterable[Case]:
     length = 200 if scope.family == "recurrent" else 1500
     sizes: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "needs": ("backward",)}
     sizes |= {"query_length": length, "key_length": length, "dtype": scope.precise}
+    yield case(*declared(scope, "causal"), **{**sizes, "query_length": 200, "key_length": 200})
     if scope.quick:
-        yield case(*declared(scope, "causal"), **{**sizes, "query_length": 200, "key_length": 200})
         return
     yield case(*declared(scope, "causal", "bias", "sinks"), **sizes)
     late = case(*declared(scope, "left_window", "softcap"), **sizes)

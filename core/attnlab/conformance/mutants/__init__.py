@@ -38,9 +38,53 @@ from attnlab.conformance.mutants import (
     surroundings,
     transforms,
 )
+from attnlab.conformance.mutants._methods import (
+    TextbookAdditive,
+    TextbookAlibi,
+    TextbookConcat,
+    TextbookCosine,
+    TextbookDistance,
+    TextbookDot,
+    TextbookLocal,
+    TextbookLocation,
+    TextbookLuong,
+    TextbookRelative,
+    TextbookRotary,
+)
+from attnlab.conformance.mutants._sums import (
+    TextbookChunked,
+    TextbookCosformer,
+    TextbookGatedDelta,
+    TextbookMaps,
+)
 from attnlab.conformance.mutants._textbook import Mutant, TextbookAttention, TextbookDelta, TextbookLinear
+from attnlab.conformance.mutants._tiled import TextbookTiled
+from attnlab.interface import Attention
 
-__all__ = ["MUTANTS", "Mutant", "TextbookAttention", "TextbookDelta", "TextbookLinear"]
+__all__ = ["MUTANTS", "TEXTBOOK", "Mutant", "TextbookAttention", "TextbookDelta", "TextbookLinear"]
+
+TEXTBOOK: tuple[type[Attention], ...] = (
+    TextbookAttention,
+    TextbookLinear,
+    TextbookDelta,
+    TextbookTiled,
+    TextbookChunked,
+    TextbookGatedDelta,
+    TextbookMaps,
+    TextbookCosformer,
+    TextbookDot,
+    TextbookAdditive,
+    TextbookLuong,
+    TextbookConcat,
+    TextbookLocation,
+    TextbookCosine,
+    TextbookDistance,
+    TextbookLocal,
+    TextbookRelative,
+    TextbookAlibi,
+    TextbookRotary,
+)
+"""The correct variants that mutants are made from."""
 
 MUTANTS: tuple[Mutant, ...] = (
     *masks.MUTANTS,

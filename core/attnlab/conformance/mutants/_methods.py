@@ -259,8 +259,9 @@ class TextbookAlibi(TextbookDot):
         lambda q, k: k.shape[-1] ** -0.5,
     )
 
-    def slopes(self) -> Tensor:
-        return 2.0 ** (-8.0 * torch.arange(1, self.num_heads + 1, dtype=torch.float64) / self.num_heads)
+    def slopes(self, device: torch.device) -> Tensor:
+        heads = torch.arange(1, self.num_heads + 1, dtype=torch.float64, device=device)
+        return torch.exp2(-8.0 * heads / self.num_heads)
 
     def distance(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         return (query_positions[..., :, None] - key_positions[..., None, :]).abs()
@@ -269,7 +270,7 @@ class TextbookAlibi(TextbookDot):
         s = super().scores(query, key, query_positions=query_positions, key_positions=key_positions)
         distance = self.distance(query_positions, key_positions)
         distance = distance if distance.dim() == 2 else distance[:, None]
-        return s - _by_head(self.slopes().to(s)) * distance
+        return s - _by_head(self.slopes(s.device).to(s)) * distance
 
 
 def _turned(x: Tensor, positions: Tensor) -> Tensor:

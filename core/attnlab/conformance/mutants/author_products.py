@@ -216,14 +216,14 @@ class FarBucketsWrap(TextbookRelative):
 
 
 class SlopesOfThePowerOfTwo(TextbookAlibi):
-    def slopes(self) -> Tensor:
-        count = 1 << (self.num_heads - 1).bit_length()
-        return 2.0 ** (-8.0 * torch.arange(1, self.num_heads + 1, dtype=torch.float64) / count)
+    def slopes(self, device: torch.device) -> Tensor:
+        count: int = 1 << (self.num_heads - 1).bit_length()
+        return super().slopes(device) ** (self.num_heads / count)
 
 
 class SlopesStartAtOne(TextbookAlibi):
-    def slopes(self) -> Tensor:
-        return 2.0 ** (-8.0 * torch.arange(self.num_heads, dtype=torch.float64) / self.num_heads)
+    def slopes(self, device: torch.device) -> Tensor:
+        return super().slopes(device) * 2.0 ** (8.0 / self.num_heads)
 
 
 class NeighboursArePaired(TextbookRotary):
@@ -270,7 +270,7 @@ MUTANTS = (
     Mutant(ScaledInsideAndOutside, "agrees_with_definition", "a caller's scale on top of sqrt(d)"),
     Mutant(AlwaysInBfloat16, "agrees_with_definition", "products in bfloat16, whatever came in"),
     Mutant(NeverInFloat64, "agrees_with_definition", ".float() on float64"),
-    Mutant(TransposedWhereSquare, "agrees_with_definition", "k q^T"),
+    Mutant(TransposedWhereSquare, "agrees_with_definition", "k q^T where q k^T is meant"),
     Mutant(RoundsScores, "agrees_with_definition", "scores of ten bits"),
     Mutant(ClampsScores, "survives_large_scores", "clamp(-50, 50)"),
     Mutant(KeepsTheLargest32, "agrees_with_definition", "32 keys are kept, `exact` is claimed"),
