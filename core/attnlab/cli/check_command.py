@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return _judge_the_suite(args)
     if not args.names:
         raise InvalidInput(
-            "check: name a variant, '*' for all of them, or --mutants; `attnlab list` shows the names"
+            "check: give a NAME, '*' for all variants, or --mutants; `attnlab list` shows the names"
         )
     names = select(args.names, default_registry().names())
     _require_device(args.device)

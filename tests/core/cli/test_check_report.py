@@ -101,7 +101,7 @@ def test_check_says_where_nothing_vouches_for_the_formula(run: Run, conformance:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "name a variant, '*' for all of them, or --mutants"),
+        ((), "give a NAME, '*' for all variants, or --mutants"),
         (("--mutants", "additive"), "leave out NAME (additive)"),
         (("--mutants", "--only", "leak", "--device", "cuda"), "leave out --only, --device"),
     ],

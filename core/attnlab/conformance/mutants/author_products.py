@@ -218,7 +218,8 @@ class FarBucketsWrap(TextbookRelative):
 class SlopesOfThePowerOfTwo(TextbookAlibi):
     def slopes(self, device: torch.device) -> Tensor:
         count: int = 1 << (self.num_heads - 1).bit_length()
-        return super().slopes(device) ** (self.num_heads / count)
+        slopes: Tensor = super().slopes(device) ** (self.num_heads / count)
+        return slopes
 
 
 class SlopesStartAtOne(TextbookAlibi):
