@@ -224,7 +224,8 @@ class SlopesOfThePowerOfTwo(TextbookAlibi):
 
 class SlopesStartAtOne(TextbookAlibi):
     def slopes(self, device: torch.device) -> Tensor:
-        return super().slopes(device) * 2.0 ** (8.0 / self.num_heads)
+        first: float = 2.0 ** (8.0 / self.num_heads)
+        return super().slopes(device) * first
 
 
 class NeighboursArePaired(TextbookRotary):
