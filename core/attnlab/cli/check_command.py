@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from attnlab.capabilities import DEVICES
 from attnlab.cli import tables, terminal
 from attnlab.cli.check_report import WRONG, report, summary
 from attnlab.cli.selection import is_pattern, select
+from attnlab.conformance.sharing import Workers, usable_cores
 from attnlab.errors import InvalidInput, PluginError, VariantUnavailable, nearest
 
 if TYPE_CHECKING:
@@ -24,11 +27,12 @@ examples:
   attnlab check flash --only gradients               one topic, or one check by its name
   attnlab check flash --device cuda
   attnlab check additive --format json > report.json
-  attnlab check --mutants                            is the suite itself right? its kill table, 2 to 5 minutes
+  attnlab check --mutants                            is the suite itself right? its kill table, 3 to 5 minutes
 
 The first failures of each check are shown, each with the command that repeats that case; --only shows them all.
 Exit code 1 if anything failed, 2 if nothing could be checked."""
 
+MOST_JOBS = 4  # by default: each process holds some 500 MB
 COLUMNS = ("variant", "topic", "check", "case", "status", "seconds", "message", "repeat")
 
 
@@ -55,9 +59,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="judge the suite instead: every mutant must be killed, no correct variant accused",
     )
     parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="with --mutants: all cases for the correct variants, not only the quick ones (10 to 20 minutes)",
+    )
+    parser.add_argument(
         "--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda, cuda:1, mps, ..."
     )
+    parser.add_argument(
+        "--jobs",
+        type=_jobs,
+        metavar="N",
+        help=f"processes that share the checks (default: one for each core, at most {MOST_JOBS}; 1 with --only, --case, a GPU)",
+    )
     parser.add_argument("--format", choices=tables.FORMATS, default="table")
+
+
+def _jobs(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 1024):
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of processes, 1 to 1024, got {quoted(text)}"
+        )
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,26 +88,43 @@ def run(args: argparse.Namespace) -> int:
 
     if args.mutants:
         return _judge_the_suite(args)
+    if args.thorough:
+        raise InvalidInput(
+            "--thorough goes with --mutants; without --quick every case of a variant runs anyway"
+        )
     if not args.names:
         raise InvalidInput(
             "check: give a NAME, '*' for all variants, or --mutants; `attnlab list` shows the names"
         )
     names = select(args.names, default_registry().names())
     _require_device(args.device)
+    with _workers(args) as workers:
+        return _check(args, names, workers)
+
+
+def _workers(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
+    """The processes that share all the checks; None where this one does them: some checks, a GPU, or --jobs 1."""
+    usual = 1 if args.only or args.device != "cpu" else min(usable_cores(), MOST_JOBS)
+    jobs = args.jobs or usual
+    return Workers(jobs) if jobs > 1 and args.case is None else nullcontext()
+
+
+def _check(args: argparse.Namespace, names: Sequence[str], workers: Workers | None) -> int:
     exact = {name for name in args.names if not is_pattern(name)}
     results: list[CheckResult] = []
     unusable: dict[str, str] = {}
     for number, name in enumerate(names, 1):
         counted = f" ({number} of {len(names)})" if len(names) > 1 else ""
         try:
-            found = _checked(name, args, f"checking {name}{counted}")
+            found = _checked(name, args, workers, f"checking {name}{counted}")
+            doubt = _unverified(name, workers)
         except (VariantUnavailable, PluginError) as problem:
             unusable[name] = str(problem)
             terminal.say(str(problem))
             continue
         results += found
         if args.format == "table":
-            print(report(name, found, every=bool(args.only), unverified=_unverified(name)), flush=True)
+            print(report(name, found, every=bool(args.only), unverified=doubt), flush=True)
     if args.format != "table":
         print(tables.render([record(result) for result in results], COLUMNS, args.format))
     elif len(names) > 1:
@@ -106,10 +146,12 @@ def _judge_the_suite(args: argparse.Namespace) -> int:
     useless += ["--device"] if args.device != "cpu" else []
     if useless:
         raise InvalidInput(f"--mutants judges the whole suite on the CPU; leave out {', '.join(useless)}")
-    return kill_table.run(args.format, args.quick)
+    return kill_table.run(args.format, not args.thorough, args.jobs or usable_cores())
 
 
-def _unverified(name: str) -> str:
+def _unverified(name: str, workers: Workers | None) -> str:
+    if workers is not None:
+        return workers.why_unverified(name)
     from attnlab.conformance import why_unverified
 
     return why_unverified(name)
@@ -126,6 +168,8 @@ def _require_device(name: str) -> None:
         )
     if colon and not (number.isascii() and number.isdecimal()):
         raise InvalidInput(f"{said}expected a whole number after the colon, such as {kind}:0")
+    if name == "cpu":
+        return
     import torch
 
     try:
@@ -136,16 +180,22 @@ def _require_device(name: str) -> None:
         raise InvalidInput(f"{said}{short(words.removesuffix('.'), 200)}; {there}") from None
 
 
-def _checked(name: str, args: argparse.Namespace, title: str) -> list[CheckResult]:
+def _checked(name: str, args: argparse.Namespace, workers: Workers | None, title: str) -> list[CheckResult]:
     """All results of one variant; on a terminal, the number of cases so far and the last check are shown."""
-    from attnlab.conformance import iter_checks
-
     found: list[CheckResult] = []
     with terminal.progress(title) as line:
-        for result in iter_checks(name, only=args.only, case=args.case, quick=args.quick, device=args.device):
+        for result in _results(name, args, workers):
             found.append(_with_registry(result, args.registry))
             line.text = f"{title}: {len(found)} cases, {result.check}"
     return found
+
+
+def _results(name: str, args: argparse.Namespace, workers: Workers | None) -> Iterator[CheckResult]:
+    if workers is not None:
+        return workers.iter_checks(name, only=args.only, quick=args.quick, device=args.device)
+    from attnlab.conformance import iter_checks
+
+    return iter_checks(name, only=args.only, case=args.case, quick=args.quick, device=args.device)
 
 
 def _with_registry(result: CheckResult, files: list[str]) -> CheckResult:

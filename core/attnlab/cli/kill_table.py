@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 import time
 from collections import Counter
@@ -19,14 +18,13 @@ KILL_COLUMNS = ("topic", "check", "mutant", "killed", "story")
 RECORD_COLUMNS = ("topic", "check", "mutant", "killed", "cases", "seconds", "story", "message")
 
 
-def run(form: str, quick: bool) -> int:
+def run(form: str, quick: bool, workers: int) -> int:
     """Print the kill table, the alarms and the sum of both; 1 where a mutant lives, a check is idle or an alarm is false."""
     from attnlab.conformance import kills
     from attnlab.conformance.checks import ALL
     from attnlab.conformance.mutants import MUTANTS
 
     started = time.monotonic()
-    workers = os.cpu_count() or 1  # each works with one thread on tiny tensors
     found: list[Kill] = []
     alarms: list[Alarms] = []
     with terminal.progress("killing mutants") as line:

@@ -24,6 +24,11 @@ class Scope:
     has_gates: bool = False
 
     @property
+    def stepwise(self) -> bool:
+        """Whether it walks token by token, so that long inputs are to be kept shorter."""
+        return self.family == "recurrent"
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """The declared dtypes, widest first."""
         return tuple(d for d in DTYPES if d in self.capabilities.dtypes)
@@ -47,6 +52,7 @@ class Check:
 
     claims: properties that switch it on; unclaimed means not applicable. asks_more: whether it asks for declared
     things beyond its case's features (weights beside a mask, say), so that a refused combination is no fault.
+    slow: whether a quick run leaves it out.
     random_too: whether it holds for a variant that is random by design, as calls of one shape draw the same numbers
     (`Inputs.run` seeds them); unset, such a variant is not judged by it.
     """
@@ -57,6 +63,7 @@ class Check:
     claims: tuple[str, ...] = ()
     asks_more: bool = False
     random_too: bool = False
+    slow: bool = False
 
     @property
     def name(self) -> str:

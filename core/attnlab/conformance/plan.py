@@ -74,6 +74,9 @@ def cases_of(check: Check, subject: Subject, *, quick: bool, device: str) -> Ite
         reason = "it is random by design, and this compares calls that draw different numbers"
         yield Planned(check, None, reason, device)
         return
+    if check.slow and quick:
+        yield Planned(check, None, "a quick run leaves it out", device)
+        return
     scope = Scope(
         have, quick, getattr(subject.probe, "family", ""), bool(getattr(subject.probe, "gates", {}))
     )

@@ -11,6 +11,7 @@ import torch
 
 from attnlab.capabilities import Capabilities
 from attnlab.conformance.cases import Case, Heads, fitted
+from attnlab.conformance.draws import draws_freely, is_random, seeded_draws
 from attnlab.errors import InvalidInput, UnsupportedRequest
 
 
@@ -53,9 +54,11 @@ class Subject:
 
 
 def subject_of(given: Any) -> Subject:
-    """A `Subject` from a registered name, an `Attention` class, or an instance (its siblings share its options)."""
+    """A `Subject` as it is, or from a registered name, an `Attention` class, or an instance (its siblings share its options)."""
     from attnlab.interface import Attention
 
+    if isinstance(given, Subject):
+        return given
     if isinstance(given, str):
         import attnlab
 
@@ -103,7 +106,6 @@ def _probed(make: Callable[..., Any], ceiling: Capabilities) -> dict[str, Any]:
 
 
 def _random(make: Callable[..., Any], base: Case) -> bool:
-    from attnlab.conformance.draws import draws_freely, is_random
     from attnlab.conformance.inputs import draw
 
     variant = seeded(make, base)
@@ -124,8 +126,8 @@ def seeded(make: Callable[..., Any], case: Case, place: bool = True) -> Any:
 
     Parameters that start at 0 throughout are moved off it: at 0 a fault in how they are used would not show.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(repr(sorted(case.geometry.items())).encode()) + case.seed)
+    seed = zlib.crc32(repr(sorted(case.geometry.items())).encode()) + case.seed
+    with seeded_draws(seed, "cpu"):
         variant = make(**case.geometry)
         with torch.no_grad():
             for parameter in variant.parameters():

@@ -61,15 +61,15 @@ def _rows(rows: list[Any], batch: int) -> list[Any]:
 
 def may(b: int, h: int, i: int, j: int, rules: Rules) -> bool:
     """Whether query `i` of batch `b` and head `h` may see key `j`."""
-    if rules.query_lengths is not None and i >= rules.query_lengths[b]:
+    if not (query_present(b, i, rules) and key_present(b, j, rules)):
         return False
-    if not key_present(b, j, rules):
+    return _may_at(b, h, i, j, query_position(b, i, rules), key_position(b, j, rules), rules)
+
+
+def _may_at(b: int, h: int, i: int, j: int, q: int, k: int, rules: Rules) -> bool:
+    """`may` for a query and a key that are there and stand at `q` and `k`."""
+    if rules.segments is not None and rules.segments[0][b][i] != rules.segments[1][b][j]:
         return False
-    if rules.segments is not None:
-        query_ids, key_ids = rules.segments
-        if query_ids[b][i] == -1 or query_ids[b][i] != key_ids[b][j]:
-            return False
-    q, k = query_position(b, i, rules), key_position(b, j, rules)
     if rules.causal and k > q:
         return False
     if rules.window is not None:
@@ -142,15 +142,30 @@ def _offset(b: int, i: int, rules: Rules) -> int:
 
 def dense(rules: Rules) -> Tensor:
     """Every pair: bool `[B, H, Lq, Lk]`."""
-    flat = [
-        may(b, h, i, j, rules)
-        for b in range(rules.batch)
-        for h in range(rules.heads)
-        for i in range(rules.queries)
-        for j in range(rules.keys)
-    ]
     shape = (rules.batch, rules.heads, rules.queries, rules.keys)
-    return torch.tensor(flat, dtype=torch.bool).reshape(shape)
+    if 0 in shape:
+        return torch.zeros(shape, dtype=torch.bool)
+    heads = (
+        rules.heads if rules.mask_mod or (rules.mask and len(rules.mask[0]) > 1) else 1
+    )  # else all see the same
+    rows = []
+    for b in range(rules.batch):
+        keys = [
+            (j, key_position(b, j, rules)) if key_present(b, j, rules) else None for j in range(rules.keys)
+        ]
+        queries = [
+            (i, query_position(b, i, rules)) if query_present(b, i, rules) else None
+            for i in range(rules.queries)
+        ]
+        for h in range(heads):
+            for query in queries:
+                if query is None:
+                    rows.append([False] * rules.keys)
+                    continue
+                i, q = query
+                rows.append([key is not None and _may_at(b, h, i, key[0], q, key[1], rules) for key in keys])
+    seen = torch.tensor(rows, dtype=torch.bool).reshape(rules.batch, heads, rules.queries, rules.keys)
+    return seen.expand(shape).contiguous()
 
 
 def positions(rules: Rules) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's class hooks carry no types
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's class hooks carry no types
+    """A mode that is never compiled, so that torch need not import its compiler for it: more than a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Watch(DispatchMode):
     """While active, counts operations (`count`) and keeps the most elements that one result holds (`largest`)."""
 
     def __init__(self) -> None:

@@ -48,6 +48,7 @@ def conformance(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str,
             return answers[name]
 
         monkeypatch.setattr(check_command, "_require_device", lambda name: None)
+        monkeypatch.setattr(check_command, "usable_cores", lambda: 1)  # other processes have the real suite
         module = types.ModuleType("attnlab.conformance")
         module.iter_checks = iter_checks  # type: ignore[attr-defined]
         module.why_unverified = lambda name: answers.get("unverified", "")  # type: ignore[attr-defined]
@@ -104,6 +105,11 @@ def test_check_says_where_nothing_vouches_for_the_formula(run: Run, conformance:
         ((), "give a NAME, '*' for all variants, or --mutants"),
         (("--mutants", "additive"), "leave out NAME (additive)"),
         (("--mutants", "--only", "leak", "--device", "cuda"), "leave out --only, --device"),
+        (("additive", "--thorough"), "--thorough goes with --mutants"),
+        (
+            ("additive", "--jobs", "0"),
+            "argument --jobs: expected a whole number of processes, 1 to 1024, got '0'",
+        ),
     ],
 )
 def test_what_check_cannot_use_is_wrong_use(

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "the default dtype": torch.get_default_dtype,
     "the default device": torch.get_default_device,
     "the precision of float32 products": torch.get_float32_matmul_precision,
-    "deterministic mode": torch.are_deterministic_algorithms_enabled,
+    "deterministic mode": torch.get_deterministic_debug_mode,
     "the number of threads": torch.get_num_threads,
     "gradient mode": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
@@ -54,7 +54,7 @@ def _restored(before: dict[str, Any]) -> None:
     """What a broken variant changed, set back, so that the checks after this one are judged fairly."""
     torch.set_default_dtype(before["the default dtype"])
     torch.set_float32_matmul_precision(before["the precision of float32 products"])
-    torch.use_deterministic_algorithms(before["deterministic mode"])
+    torch.set_deterministic_debug_mode(before["deterministic mode"])
     torch.set_num_threads(before["the number of threads"])
     torch.set_grad_enabled(before["gradient mode"])
     torch.autograd.set_detect_anomaly(before["anomaly mode"])

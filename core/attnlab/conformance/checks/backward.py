@@ -76,10 +76,11 @@ def check_one_tensor_may_play_every_role(variant: Any, case: Case) -> None:
 
 
 def _long(scope: Scope) -> Iterable[Case]:
-    length = 200 if scope.family == "recurrent" else 1500
+    length = 200 if scope.stepwise else 1500
     sizes: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "needs": ("backward",)}
     sizes |= {"query_length": length, "key_length": length, "dtype": scope.precise}
-    yield case(*declared(scope, "causal"), **{**sizes, "query_length": 200, "key_length": 200})
+    few = 100 if scope.stepwise else 200
+    yield case(*declared(scope, "causal"), **{**sizes, "query_length": few, "key_length": few})
     if scope.quick:
         return
     yield case(*declared(scope, "causal", "bias", "sinks"), **sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -151,6 +152,60 @@ def check_instances_are_their_own(variant: Any, case: Case) -> None:
     )
 
 
+def check_parameters_are_initialised(variant: Any, case: Case) -> None:
+    """Every parameter and buffer is finite when the instance is made, where memory that nobody wrote to holds NaN."""
+    was = torch.get_deterministic_debug_mode()
+    try:
+        torch.set_deterministic_debug_mode("warn")  # torch.empty then fills what it hands out with NaN
+        made = type(variant)(**case.geometry, **variant.options)
+    finally:
+        torch.set_deterministic_debug_mode(was)
+    for name, x in (*made.named_parameters(), *made.named_buffers()):
+        demand(
+            not x.is_floating_point() or bool(x.isfinite().all()),
+            variant,
+            case,
+            f"{name} holds what memory held before: {int((~x.isfinite()).sum())} of {x.numel()} numbers were not written",
+            "Initialise every parameter in __init__, torch.empty does not",
+        )
+
+
+def check_making_one_changes_no_other(variant: Any, case: Case) -> None:
+    """Instances with other options leave the class and its instances as they were."""
+    kind = type(variant)
+    public = (
+        "capabilities",
+        "formula",
+        "family",
+        "gates",
+        "conflicts",
+        "known_failures",
+        "definition",
+        "golden",
+    )
+    before = {name: getattr(kind, name) for name in public}
+    have, options = variant.capabilities, dict(variant.options)
+    others = [(name, x) for name, value in options.items() for x in _other_values(value)]
+    for changed in ({}, *({name: x} for name, x in others)):
+        with suppress(Exception):  # it is judged, and refused
+            kind(**case.geometry, **{**options, **changed})
+    for name, value in before.items():
+        demand(
+            getattr(kind, name) is value or getattr(kind, name) == value,
+            variant,
+            case,
+            f"making another instance changed {kind.__name__}.{name}",
+            "Set it on self: use self.narrow(...), never type(self)",
+        )
+    demand(
+        variant.capabilities == have and variant.options == options,
+        variant,
+        case,
+        "making another instance changed the capabilities or options of this one",
+        "Keep options and capabilities on self, and share no mutable default",
+    )
+
+
 def _other_values(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
@@ -175,4 +230,6 @@ CHECKS = (
     Check(check_sizes_are_kept_and_judged, "refusals", _some, random_too=True),
     Check(check_options_are_honoured, "modules", _some),
     Check(check_instances_are_their_own, "modules", _one, random_too=True),
+    Check(check_parameters_are_initialised, "modules", _one, random_too=True),
+    Check(check_making_one_changes_no_other, "modules", _one, random_too=True),
 )

@@ -176,7 +176,7 @@ def _placed(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_made_on_meta_and_loaded, "devices", _made, random_too=True),
+    Check(check_made_on_meta_and_loaded, "devices", _made, random_too=True, slow=True),
     Check(check_runs_on_meta, "devices", _meta, random_too=True),
     Check(check_tensors_are_made_where_query_is, "devices", _placed, random_too=True),
 )

@@ -12,7 +12,7 @@ from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.draws import require_exact
+from attnlab.conformance.draws import require_exact, seeded_draws
 from attnlab.conformance.inputs import Inputs, define, draw, reduction_terms
 from attnlab.conformance.messages import demand, demand_close
 from attnlab.conformance.tolerances import Bound, largest, rounding_bound
@@ -101,8 +101,7 @@ def check_dropout_backward_uses_the_forward_mask(variant: Any, case: Case) -> No
     inputs = draw(case, variant)
     require_linear(variant, inputs)
     direction = direction_for(inputs)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+    with seeded_draws(3, case.device):
         out, found = gradients(variant, inputs, direction, dropout_p=0.4)
     left = (found["value"].to(torch.float64) * inputs.value).sum()
     right = (direction.to(torch.float64) * out).sum()
@@ -143,8 +142,7 @@ def _identity_values(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
 
 
 def _seeded(variant: Any, inputs: Inputs, seed: int, **more: Any) -> Tensor:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+    with seeded_draws(seed, inputs.case.device), torch.no_grad():
         out: Tensor = inputs.run(variant, **more).out
     return out
 

@@ -127,6 +127,13 @@ def _gates(x: Inputs) -> Arguments:
     return {"gates": {n: ends(g) for n, g in x.arguments["gates"].items()}}
 
 
+def _taking_turns(x: Tensor) -> Tensor:
+    """Ids `[B, L]` of three segments whose tokens take turns; the numbers are large and say nothing of their order."""
+    turn = torch.arange(x.shape[2], device=x.device).repeat(x.shape[0], 1)
+    ids = torch.tensor([10**6, 3, 77], device=x.device)[turn % 3]
+    return ids.masked_fill(turn == 4, -1)
+
+
 _SHORT, _LONGER = {"query_length": 5, "key_length": 9}, {"query_length": 9, "key_length": 5}
 EDGES: Mapping[str, Edge] = {
     "scale=0": _fixed("scale", scale=0.0),
@@ -168,6 +175,11 @@ EDGES: Mapping[str, Edge] = {
     ),
     "key_lengths of one": Edge(
         ("key_mask",), lambda x: {"key_lengths": torch.ones(x.key.shape[0], dtype=torch.int32)}
+    ),
+    "interleaved segments": Edge(
+        ("segments",),
+        lambda x: {"segments": tuple(_taking_turns(t) for t in (x.query, x.key))},
+        ("score_mod",),
     ),
     "gates at their ends": Edge(("gates",), _gates, ("causal",)),
 }
@@ -239,7 +251,7 @@ def _compare(variant: Any, draws: list[Inputs], versus: str, advice: str) -> Non
 
 def _contents(scope: Scope) -> Iterable[Case]:
     for note in CONTENTS:
-        if scope.family == "recurrent" and note in SHIFTED:
+        if scope.stepwise and note in SHIFTED:
             continue
         if note in SLOPING:
             one = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 5, "key_length": 600}
@@ -258,31 +270,32 @@ def _contents(scope: Scope) -> Iterable[Case]:
 
 def _edges(scope: Scope) -> Iterable[Case]:
     for note, edge in EDGES.items():
-        yield case(*edge.labels, needs=edge.needs, dtype=scope.base, note=note, **edge.sizes)
+        yield case(
+            *declared(scope, *edge.labels), needs=edge.needs, dtype=scope.base, note=note, **edge.sizes
+        )
 
 
 def long_cases(scope: Scope) -> Iterable[Case]:
-    """Cases of one item past every tile; the precise dtype, so that one key among many is seen."""
-    length = 300 if scope.family == "recurrent" else 1500
-    sizes: dict[str, Any] = {
-        "batch": 1,
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "query_length": length,
-        "key_length": length,
-    }
-    sizes["dtype"] = scope.precise
-    yield case("causal", **sizes)
+    """Cases of few items and heads past every tile; the precise dtype, so that one key among many is seen."""
+    length = 300 if scope.stepwise else 1500
+    one: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "dtype": scope.precise}
+    square = {**one, "query_length": length, "key_length": length}
+    two = {
+        "num_heads": 2,
+        "num_kv_heads": 1 if scope.capabilities.gqa else 2,
+    }  # whose second lies past a partial tile
+    yield case("causal", **{**square, **two})
     if scope.quick:
         return
     for labels in (
         ("bias", "softcap"),
         ("left_window", "sinks"),
         ("causal", "mask_mod", "score_mod"),
+        ("mask", "bias_per_key"),
     ):
-        yield case(*declared(scope, *labels), **sizes)
-    yield case(needs=("key_mask",), note="late keys", **sizes)
-    yield case("bottom_right", **{**sizes, "query_length": length // 2 + 3})
+        yield case(*declared(scope, *labels), **square)
+    yield case(needs=("key_mask",), note="late keys", **square)
+    yield case("bottom_right", **{**square, **two, "batch": 2, "query_length": length // 4 + 3})
 
 
 CHECKS = (

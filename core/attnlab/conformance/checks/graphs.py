@@ -228,16 +228,13 @@ def everything(scope: Scope) -> tuple[str, ...]:
 
 
 def _forwards(scope: Scope) -> Iterable[Case]:
-    sizes = {"dtype": scope.base}
-    yield case(*declared(scope, "causal", "gqa", "longer_keys"), **sizes)
-    if not scope.quick:
-        yield case(*everything(scope), **sizes)
+    yield case(*declared(scope, "causal", "gqa", "longer_keys"), dtype=scope.base)
+    yield case(*everything(scope), dtype=scope.base)
 
 
 def _backwards(scope: Scope) -> Iterable[Case]:
-    if not scope.quick:
-        labels = declared(scope, "causal", "key_mask_left", "bias", "softcap", "sinks", "gqa")
-        yield case(*labels, dtype=scope.base, needs=("backward",))
+    labels = declared(scope, "causal", "key_mask_left", "bias", "softcap", "sinks", "gqa")
+    yield case(*labels, dtype=scope.base, needs=("backward",))
 
 
 def lengths(scope: Scope) -> Iterable[Case]:
@@ -248,20 +245,19 @@ def lengths(scope: Scope) -> Iterable[Case]:
 
 
 def _steps(scope: Scope) -> Iterable[Case]:
-    if not scope.quick:
-        yield case("causal", dtype=scope.base, needs=NEEDS, query_length=9, key_length=9)
+    yield case("causal", dtype=scope.base, needs=NEEDS, query_length=9, key_length=9)
 
 
 def _refused(scope: Scope) -> Iterable[Case]:
     missing = [name for name in ASKED if not scope.capabilities.declares(name)]
-    for feature in missing[-1:] if scope.quick else missing[-2:]:
+    for feature in missing[-2:]:
         yield case(note=feature, dtype=scope.base)
 
 
 CHECKS = (
-    Check(check_compiles_without_a_graph_break, "graphs", _forwards, claims=("compiles",)),
-    Check(check_compiled_gradients_agree, "graphs", _backwards, claims=("compiles",)),
-    Check(check_compiled_graphs_are_reused, "graphs", lengths, claims=("compiles",)),
-    Check(check_compiled_steps_are_reused, "graphs", _steps, claims=("compiles",)),
-    Check(check_refusals_survive_compilation, "graphs", _refused, claims=("compiles",)),
+    Check(check_compiles_without_a_graph_break, "graphs", _forwards, claims=("compiles",), slow=True),
+    Check(check_compiled_gradients_agree, "graphs", _backwards, claims=("compiles",), slow=True),
+    Check(check_compiled_graphs_are_reused, "graphs", lengths, claims=("compiles",), slow=True),
+    Check(check_compiled_steps_are_reused, "graphs", _steps, claims=("compiles",), slow=True),
+    Check(check_refusals_survive_compilation, "graphs", _refused, claims=("compiles",), slow=True),
 )

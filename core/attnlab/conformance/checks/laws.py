@@ -137,6 +137,21 @@ def check_scale_zero_gives_the_mean(variant: Any, case: Case) -> None:
     )
 
 
+def check_the_default_scale_is_the_one_in_use(variant: Any, case: Case) -> None:
+    """`scale=default_scale()` changes nothing: what the variant tells adapters is what it does."""
+    default = variant.default_scale()
+    if default is None:
+        raise NotApplicable("its formula has no scale")
+    inputs = draw(case, variant)
+    _agree(
+        variant,
+        inputs,
+        inputs.with_tensors(scale=default),
+        "the call without scale=",
+        "default_scale() is read by adapters and tools: override it where the formula's scale is another than Dk^-0.5",
+    )
+
+
 def check_packed_sequences_equal_separate_ones(variant: Any, case: Case) -> None:
     """Two sequences in one row, told apart by segments, give what each gives alone."""
     inputs = draw(case, variant)
@@ -267,6 +282,12 @@ CHECKS = (
         "laws",
         _plain(("gqa",), needs=("cross_lengths",)),
         claims=("normalised", "position_free"),
+    ),
+    Check(
+        check_the_default_scale_is_the_one_in_use,
+        "laws",
+        _plain(("gqa",), ("value_dim",), needs=("scale",)),
+        random_too=True,
     ),
     Check(check_scale_zero_gives_the_mean, "laws", _softmax, claims=("normalised",)),
     Check(check_packed_sequences_equal_separate_ones, "laws", _plain(("causal",), needs=("segments",))),

@@ -88,6 +88,15 @@ def check_inputs_are_not_modified(variant: Any, case: Case) -> None:
     with torch.no_grad():
         inputs.run(variant, need_weights=bool(have.weights), need_lse=bool(have.lse))
     _demand_untouched(variant, case, given, before, "")
+    kept = inputs.arguments.get("gates") or {}
+    demand(
+        all(kept.get(n.removeprefix("gates.")) is x for n, x in given.items() if n.startswith("gates."))
+        and len(kept) == sum(n.startswith("gates.") for n in given),
+        variant,
+        case,
+        "the caller's mapping of gates was changed",
+        "Copy call.gates before changing it: {**call.gates, ...}",
+    )
     if have.backward:
         leaves = recorded(inputs.tensors())
         given = {**leaves, "grad_out": direction_for(inputs)}

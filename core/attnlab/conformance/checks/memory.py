@@ -87,7 +87,7 @@ def _at(case: Case, length: int) -> Case:
 
 def _long(scope: Scope) -> Iterable[Case]:
     # Longer than the tiles of usual kernels; recurrences have short chunks and walk token by token under the counter.
-    length = 96 if scope.family == "recurrent" else 700
+    length = 48 if scope.stepwise else 700
     sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": length, "key_length": length}
     yield case("causal", dtype=scope.base, **sizes)
     if not scope.quick:

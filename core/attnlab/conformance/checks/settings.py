@@ -22,7 +22,7 @@ from attnlab.conformance.checks._runs import (
 from attnlab.conformance.checks._settings import RESTORE, settings_kept
 from attnlab.conformance.checks._stepping import NEEDS, feed
 from attnlab.conformance.derivatives import trained
-from attnlab.conformance.draws import seeded_draws
+from attnlab.conformance.draws import reseed, seeded_draws
 from attnlab.conformance.inputs import Inputs, draw
 from attnlab.conformance.messages import demand
 from attnlab.conformance.subject import like
@@ -163,9 +163,9 @@ def check_calls_leave_settings_alone(variant: Any, case: Case) -> None:
     inputs = draw(case, variant)
     ends = []
     with settings_kept(variant, case, "the call"):
-        with torch.random.fork_rng(devices=[]):
+        with seeded_draws(0, case.device):
             for seed in (1, 2):
-                torch.manual_seed(seed)
+                reseed(seed, case.device)
                 with torch.no_grad():  # not by Inputs.run, which puts the generator back
                     variant(inputs.query, inputs.key, inputs.value, **inputs.arguments)
                     inside = torch.is_grad_enabled()
@@ -200,19 +200,18 @@ def _matmul_precision(precision: str, inputs: Inputs) -> Iterator[bool]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    was, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    was = torch.get_deterministic_debug_mode()
     try:
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode(
+            "error"
+        )  # use_deterministic_algorithms() would import the compiler
         yield
     finally:
-        torch.use_deterministic_algorithms(was, warn_only=warns)
+        torch.set_deterministic_debug_mode(was)
 
 
 def _everything(variant: Any, inputs: Inputs) -> Answer:
-    """Out and gradients, or out of a run through a state, of one call , draws from one seed."""
+    """Out and gradients, or out of a run through a state, of one call, draws from one seed."""
     case = inputs.case
     if "state" in case.needs:
         n = case.query_length

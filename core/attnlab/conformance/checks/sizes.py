@@ -284,7 +284,7 @@ def _gradient_sizes(scope: Scope) -> Iterable[Case]:
     sizes = [SMALLEST[0], WIDTHS[0], _sized(65, **ONE)]
     if not scope.quick:
         sizes += [SMALLEST[3], SMALLEST[4], WIDTHS[4], WIDTHS[6], HEADS[1], HEADS[3], LENGTHS[0]]
-        if scope.family != "recurrent":  # whose definition keeps a memory for every query and token
+        if not scope.stepwise:  # whose definition keeps a memory for every query and token
             sizes.append(LENGTHS[3])
     for one in sizes:
         label = "causal" if one["query_length"] == one["key_length"] else "bottom_right"
@@ -305,6 +305,6 @@ def _far(scope: Scope) -> Iterable[Case]:
 CHECKS = (
     Check(check_any_size_agrees_with_definition, "sizes", _sizes),
     Check(check_any_size_has_right_gradients, "sizes", _gradient_sizes),
-    Check(check_large_batches_are_served_whole, "sizes", _batches),
+    Check(check_large_batches_are_served_whole, "sizes", _batches, slow=True),
     Check(check_elements_far_apart_are_found, "sizes", _far),
 )

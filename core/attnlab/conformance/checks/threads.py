@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, Scope
@@ -26,6 +25,7 @@ from attnlab.conformance.derivatives import direction_for, recorded, trained
 from attnlab.conformance.draws import seeded_draws
 from attnlab.conformance.inputs import Inputs, draw
 from attnlab.conformance.messages import demand
+from attnlab.conformance.watching import DispatchMode
 
 PATIENCE = 0.5
 """Seconds that a thread waits for its turn before it goes on without: the other one may wait for a lock."""
@@ -146,7 +146,7 @@ class _Turns:
             self.condition.notify_all()
 
 
-class _Alternating(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's class hooks carry no types
+class _Alternating(DispatchMode):
     """Before each operation of this thread the other one takes a turn."""
 
     def __init__(self, turns: _Turns, me: int) -> None:

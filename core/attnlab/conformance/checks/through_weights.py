@@ -133,8 +133,8 @@ def check_gradients_flow_through_lse(variant: Any, case: Case) -> None:
 
 
 def _through(scope: Scope) -> Iterable[Case]:
-    for labels in ((), ("causal",), ("gqa",)):
-        yield case(*labels, needs=("weights", "backward"), dtype=scope.base)
+    for labels in ((), ("causal",), ("gqa",), ("mask", "sinks"), ("bias", "softcap", "key_mask_left")):
+        yield case(*declared(scope, *labels), needs=("weights", "backward"), dtype=scope.base)
 
 
 def _lse(scope: Scope) -> Iterable[Case]:

@@ -184,6 +184,6 @@ def _mapped(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_parameters_are_read_at_each_call, "transforms", _with_parameters, random_too=True),
-    Check(check_functional_gradients_agree, "transforms", _gradients, random_too=True),
+    Check(check_functional_gradients_agree, "transforms", _gradients, random_too=True, slow=True),
     Check(check_a_mapped_axis_equals_a_loop, "transforms", _mapped),
 )

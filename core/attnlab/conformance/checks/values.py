@@ -91,13 +91,25 @@ def _agreement(scope: Scope) -> Iterable[Case]:
         ("segments", "mask_mod"),
     ):
         yield case(*declared(scope, *combined), **long, query_length=137, key_length=137)
+    # Several items and heads, whose rows lie past a partial tile of the ones before.
+    yield case(*declared(scope, "causal", "gqa"), dtype=base, query_length=131, key_length=131)
+    if not scope.quick:
+        yield case(*declared(scope, "window", "bias", "sinks"), dtype=base, query_length=67, key_length=131)
+        yield case(
+            *declared(scope, "key_lengths", "mask_per_head"), dtype=base, query_length=131, key_length=70
+        )
     yield from _decoding(scope)
     yield from together(scope, 6 if scope.quick else 60)
 
 
 def _decoding(scope: Scope) -> Iterable[Case]:
     """Few queries over many keys, and the reverse; in the precise dtype, so that one key among many is seen."""
-    few = {"batch": 1, "dtype": scope.precise, "query_length": 3, "key_length": 600}
+    few = {
+        "batch": 1,
+        "dtype": scope.precise,
+        "query_length": 3,
+        "key_length": 150 if scope.stepwise else 600,
+    }
     for labels in (("bottom_right",), ("left_window",), ("key_mask_holes", "bias")):
         yield case(*declared(scope, *labels), **few, needs=("cross_lengths",))
     yield case(*declared(scope, "bottom_right", "gqa"), **{**few, "query_length": 300, "key_length": 5})
@@ -113,6 +125,9 @@ def _decoding(scope: Scope) -> Iterable[Case]:
         },
     )
     yield case(*declared(scope, "bottom_right"), **{**few, "dtype": scope.base})
+    if not scope.quick:
+        many = 1200 if scope.stepwise else 4500
+        yield case(*declared(scope, "bottom_right"), **{**few, "key_length": many}, needs=("cross_lengths",))
 
 
 HIDING = frozenset(

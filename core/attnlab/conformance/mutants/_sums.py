@@ -52,7 +52,7 @@ class TextbookMaps(FeatureMapAttention):
 
 def _cosformer(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> dict[str, Tensor]:
     def mapped(x: Tensor, at: Tensor) -> Tensor:
-        angle = (at.to(x.dtype) * torch.pi / 4096)[:, None, :, None]
+        angle = (at.to(x.dtype) * torch.pi / 65536)[:, None, :, None]
         return torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], dim=-1)
 
     query_positions, key_positions = how["positions"]
@@ -68,7 +68,7 @@ class TextbookCosformer(FeatureMapAttention):
     definition = staticmethod(_cosformer)
 
     def angle(self, x: Tensor, positions: Tensor) -> Tensor:
-        angle = positions.to(x.dtype) * torch.pi / 4096
+        angle = positions.to(x.dtype) * torch.pi / 65536
         return angle[:, None] if angle.dim() == 1 else angle[:, None, :, None]
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:

@@ -24,6 +24,13 @@ class ScaleOnTopOfTheDefault(TextbookAttention):
         return float(self.key_dim**-0.5 * (1.0 if call.scale is None else call.scale))
 
 
+class TellsAnotherScale(TextbookAttention):
+    """default_scale() says 1, and 1 / sqrt(d) is used."""
+
+    def default_scale(self) -> float:
+        return 1.0
+
+
 class BiasIsScaled(TextbookAttention):
     def adjusted(self, s: Tensor, call: Call, scale: float) -> Tensor:
         plain = super().adjusted(s, call, scale)
@@ -296,4 +303,5 @@ MUTANTS = (
     Mutant(MaskOrPadding, "agrees_with_definition", "mask OR padding"),
     Mutant(MasksByMultiplication, "hidden_pairs_have_no_influence", "score * mask"),
     Mutant(MasksAfterTheSoftmax, "equal_values_come_through", "weights are masked and not normalised again"),
+    Mutant(TellsAnotherScale, "the_default_scale_is_the_one_in_use", "default_scale() is not what is used"),
 )

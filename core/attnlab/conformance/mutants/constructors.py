@@ -95,6 +95,24 @@ class OneMatrixForAllInstances(TextbookLuong):
         self.W_a = self.shared.setdefault(tuple(self.W_a.shape), self.W_a)
 
 
+class ForgetsToInitialise(TextbookLuong):
+    """torch.empty, and no reset_parameters() after it."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.W_a = nn.Parameter(torch.empty(self.W_a.shape))
+
+
+class NarrowsItsClass(TextbookMaps):
+    """An option of one instance takes a capability from all."""
+
+    def __init__(self, *, feature_map: str = "elu", rounded: bool = False, **sizes: Any) -> None:
+        super().__init__(feature_map=feature_map, **sizes)
+        self.options["rounded"] = rounded
+        if rounded:
+            type(self).capabilities = type(self).capabilities.narrow(exact="sums are rounded")
+
+
 class HoldsALambda(TextbookAttention):
     """A lambda among the attributes: the instance cannot be pickled."""
 
@@ -276,4 +294,6 @@ MUTANTS = (
     Mutant(TakesFloatMasks, "bad_inputs_are_invalid", "a float mask is accepted"),
     Mutant(GuessesTheAlignment, "bad_inputs_are_invalid", "two lengths without an offset"),
     Mutant(ClipsTheProbability, "bad_inputs_are_invalid", "dropout_p above 1 is clipped"),
+    Mutant(ForgetsToInitialise, "parameters_are_initialised", "torch.empty without an initialisation"),
+    Mutant(NarrowsItsClass, "making_one_changes_no_other", "an option narrows the class"),
 )

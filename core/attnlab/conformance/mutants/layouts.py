@@ -108,6 +108,16 @@ class _OnItself(torch.autograd.Function):
         return None, grad
 
 
+class PopsItsGates(TextbookDelta):
+    """Gates are taken out of the caller's mapping."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        if call.gates is not None and call.visibility is None:
+            gates: Any = call.gates
+            call.gates = {"beta": gates.pop("beta")}
+        return super().attend(query, key, value, call)
+
+
 class BackwardScalesTheQueryInPlace(TextbookAttention):
     """The saved query is scaled in place, and it is the caller's."""
 
@@ -143,4 +153,5 @@ MUTANTS = (
     Mutant(MasksTheBiasInPlace, "inputs_are_not_modified", "the bias is clamped in place"),
     Mutant(BackwardScalesTheQueryInPlace, "inputs_are_not_modified", "backward writes into what it saved"),
     Mutant(TellsTensorsApartByIdentity, "one_tensor_may_play_every_role", "query is key"),
+    Mutant(PopsItsGates, "inputs_are_not_modified", "gates.pop() on the caller's mapping"),
 )

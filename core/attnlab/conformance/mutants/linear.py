@@ -106,7 +106,7 @@ class TurnsByTheLength(TextbookCosformer):
     """The angle is scaled by the call's own length, so that a token's features depend on how many follow."""
 
     def angle(self, x: Tensor, positions: Tensor) -> Tensor:
-        return super().angle(x, positions) * (4096 / max(x.shape[2], 1))
+        return super().angle(x, positions) * (65536 / max(x.shape[2], 1))
 
 
 class ClaimsToBeNormalised(TextbookMaps):

@@ -109,6 +109,13 @@ class LseIsRoundedToTheQuery(TextbookAttention):
         return answer if answer.lse is None else answer._replace(lse=answer.lse.to(query.dtype))
 
 
+class LseIsRoundedOnTheWay(_Returned):
+    """Scores are summed up in bfloat16, and the logarithm returned in float32."""
+
+    def lse_of(self, lse: Tensor, call: Call) -> Tensor:
+        return lse if lse.dtype == torch.float64 else lse.bfloat16().float()
+
+
 class WeightsPathForgetsTheScale(TextbookAttention):
     def scale(self, call: Call) -> float:
         return float(self.key_dim**-0.5) if call.need_weights else super().scale(call)
@@ -145,4 +152,5 @@ MUTANTS = (
     ),
     Mutant(LsePathForgetsTheSoftcap, "asking_for_more_changes_nothing", "the path with lse drops softcap="),
     Mutant(ClaimsANullKey, "null_key_takes_weight", "a null slot is claimed that is not there"),
+    Mutant(LseIsRoundedOnTheWay, "lse_matches_definition", "lse of a bfloat16 sum, cast up"),
 )

@@ -70,6 +70,27 @@ class LongMemoryIsCut(TextbookAttention):
         return visible & (torch.arange(shape[3], device=device) >= shape[3] - 512)
 
 
+class FarMemoryIsCut(TextbookAttention):
+    """Past 4096 keys the oldest are forgotten."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visible = super().visible(call, shape, device)
+        return visible & (torch.arange(shape[3], device=device) >= shape[3] - 4096)
+
+
+class SegmentsAreRuns(TextbookAttention):
+    """Ids are turned into borders where they change: segments whose tokens take turns fall apart."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        seen = call.visibility
+        visible = super().visible(call, shape, device)
+        if seen is None or seen.query_segments is None or shape[2] != shape[3] or call.state is not None:
+            return visible
+        assert seen.key_segments is not None
+        q, k = ((ids != ids.roll(1, 1)).cumsum(1) for ids in (seen.query_segments, seen.key_segments))
+        return visible & (q[:, None, :, None] == k[:, None, None, :])
+
+
 class LocalPastALength(TextbookAttention):
     """Long square inputs take a local approximation, under a claim of exactness."""
 
@@ -222,4 +243,6 @@ MUTANTS = (
     Mutant(SegmentsForgetCausal, "agrees_with_definition", "segments and causal together"),
     Mutant(RecordingTakesAnotherWindow, "gradients_match_definition", "another path while autograd records"),
     Mutant(InferenceSkipsThePadding, "modes_agree", "another path without gradients"),
+    Mutant(FarMemoryIsCut, "agrees_with_definition", "keys before the last 4096 are forgotten"),
+    Mutant(SegmentsAreRuns, "agrees_at_the_ends_of_arguments", "segments are taken for runs"),
 )
