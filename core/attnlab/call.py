@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -68,6 +69,24 @@ class Call:
             state,
             recording,
         )
+
+    def within(
+        self, query: Tensor, key: Tensor, *, left: int | None, right: int | None, sink_tokens: int = 0
+    ) -> Call:
+        """This call with a window beside its own rules, for variants that have one: bounds count as in `window=`.
+
+        The first `sink_tokens` positions are exempt from `left`. query and key are those that `attend` was handed.
+        """
+        seen = self.visibility
+        if seen is None:
+            past = 0 if self.state is None else self.state.length
+            seen = Visibility(
+                query.shape[0], query.shape[1], query.shape[2], past + key.shape[2], query.device
+            )
+            seen.offset = past
+        inside = copy(self)
+        inside.visibility = seen.narrowed(left, right, sink_tokens)
+        return inside
 
 
 def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:

@@ -7,6 +7,7 @@ a tensor: positions and comparisons stay on the device.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -29,12 +30,19 @@ from attnlab.mask import AttentionMask, MaskMod
 _FAR = 1 << 62
 
 
+def _also(given: MaskMod | None, rule: MaskMod) -> MaskMod:
+    """Both rules at once."""
+    if given is None:
+        return rule
+    return lambda b, h, q, k: given(b, h, q, k) & rule(b, h, q, k)
+
+
 class Visibility:
     """Who sees whom in one call, by tiles or whole.
 
     `key_present [B, Lk]` and `query_present [B, Lq]` (or None: all) are the absent slots; the gate has
     already cleaned them and zeroes the rows of absent queries afterwards, so `tile` and `dense` speak of
-    present queries only. `offset` is an int, an integer tensor `[B]`, or `[B, Lq]` inside segments.
+    present queries only. The first `sink_tokens` positions are exempt from the left bound. `offset` is an int, an integer tensor `[B]`, or `[B, Lq]` inside segments.
     """
 
     __slots__ = (
@@ -54,6 +62,7 @@ class Visibility:
         "query_present",
         "query_segments",
         "right",
+        "sink_tokens",
     )
 
     def __init__(
@@ -63,6 +72,7 @@ class Visibility:
         self.query_length, self.key_length = query_length, key_length
         self.left: int | None = None
         self.right: int | None = None
+        self.sink_tokens = 0
         self.offset: int | Tensor = 0
         self.key_present: Tensor | None = None
         self.query_present: Tensor | None = None
@@ -185,6 +195,24 @@ class Visibility:
             if self.left is not None and self.query_length - 1 + self.offset - self.left <= 0:
                 self.left = None
 
+    def narrowed(self, left: int | None, right: int | None, sink_tokens: int = 0) -> Visibility:
+        """A copy with these bounds on positions beside its own, for variants with a window of their own.
+
+        The first `sink_tokens` positions are exempt from this left bound, not from one that was there before.
+        """
+        both = copy(self)
+        if right is not None:
+            both.right = right if self.right is None else min(right, self.right)
+        if left is not None and (self.left is None or left < self.left):
+            if self.left is None:
+                both.left, both.sink_tokens = left, sink_tokens
+            elif sink_tokens:  # the caller's own bound hides what this one lets be seen
+                both.mask_mod = _also(self.mask_mod, lambda b, h, q, k: (k >= q - left) | (k < sink_tokens))
+            else:
+                both.left = left
+        both._drop_what_hides_nothing()
+        return both
+
     # -- what the parts say -----------------------------------------------------------------------------------
 
     @property
@@ -238,7 +266,7 @@ class Visibility:
         return self._key_positions
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The keys `[first, last)` that queries `[start, stop)` could see, from numbers alone."""
+        """The keys `[first, last)` that queries `[start, stop)` could see, sink tokens apart, from numbers alone."""
         if not isinstance(self.offset, int) or self.query_segments is not None:
             return 0, self.key_length
         first = 0 if self.left is None else max(0, start + self.offset - self.left)
@@ -249,10 +277,16 @@ class Visibility:
         )
         return first, max(first, last)
 
+    def key_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """`key_range`, and before it that of the sink tokens; what is empty is left out."""
+        first, last = self.key_range(start, stop)
+        both = [(0, min(self.sink_tokens, first, last)), (first, last)]
+        return [(a, b) for a, b in both if a < b]
+
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> Literal["empty", "full", "partial"]:
         """What is known of a tile without looking at tensors; `partial` where it must be looked at."""
         first, last = self.key_range(q0, q1)
-        if k0 >= last or k1 <= first:
+        if k0 >= last or (k1 <= first and k0 >= self.sink_tokens):
             return "empty"
         if self.pairwise or self.key_present is not None:
             if self.allowed is not None or self.mask_mod is not None or self.key_present is not None:
@@ -261,7 +295,7 @@ class Visibility:
                 return "partial"
             low = -_FAR if self.left is None else q1 - 1 + self.offset - self.left
             high = _FAR if self.right is None else q0 + self.offset + self.right
-            return "full" if k0 >= low and k1 - 1 <= high else "partial"
+            return "full" if (k0 >= low or k1 <= self.sink_tokens) and k1 - 1 <= high else "partial"
         return "full"
 
     def blocks(self, query_block: int, key_block: int) -> list[list[str]]:
@@ -290,7 +324,8 @@ class Visibility:
             if self.right is not None:
                 rules.append(k <= q + self.right if self.right else k <= q)
             if self.left is not None:
-                rules.append(k >= q - self.left)
+                near = k >= q - self.left
+                rules.append(near | (k < self.sink_tokens) if self.sink_tokens else near)
         if self.query_segments is not None and self.key_segments is not None:
             rules.append(self.query_segments[:, None, q0:q1, None] == self.key_segments[:, None, None, k0:k1])
         if self.key_present is not None:

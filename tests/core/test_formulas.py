@@ -248,7 +248,13 @@ def parameters_for(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         shapes = {"W_a": (2, 4, 4)}
     else:
         shapes = {}
-    return {n: torch.randn(*s, generator=g, dtype=F64) for n, s in shapes.items()}, {}
+    options = {"left": 1, "right": 1, "sink_tokens": 0} if name == "sliding_window" else {}
+    return {n: torch.randn(*s, generator=g, dtype=F64) for n, s in shapes.items()}, options
+
+
+def standing(queries: int, keys: int, batch: int = 2) -> tuple[Tensor, Tensor]:
+    """Positions of queries and keys that begin at 0."""
+    return torch.arange(queries).expand(batch, -1), torch.arange(keys).expand(batch, -1)
 
 
 def random_call(name: str, **changes: Any) -> dict[str, Tensor]:
@@ -257,7 +263,13 @@ def random_call(name: str, **changes: Any) -> dict[str, Tensor]:
     if name == "delta_rule":
         key = torch.nn.functional.normalize(key, dim=-1)
     parameters, options = parameters_for(name)
-    given = {"query": query, "key": key, "value": value, "visible": torch.rand(2, 2, 4, 5, generator=g) < 0.6}
+    given: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "visible": torch.rand(2, 2, 4, 5, generator=g) < 0.6,
+    }
+    given["positions"] = standing(4, 5)
     given.update({n: change(given[n]) for n, change in changes.items()})
     main = [given.pop(n) for n in ("query", "key", "value")]
     return call(DEFINITIONS[name], *main, parameters=parameters, options=options, **given)
@@ -266,7 +278,12 @@ def random_call(name: str, **changes: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", sorted(DEFINITIONS))
 def test_every_query_row_may_be_computed_on_its_own(name: str) -> None:
     whole = random_call(name)["out"]
-    some = random_call(name, query=lambda x: x[:, :, 1:3], visible=lambda x: x[:, :, 1:3])["out"]
+    some = random_call(
+        name,
+        query=lambda x: x[:, :, 1:3],
+        visible=lambda x: x[:, :, 1:3],
+        positions=lambda p: (p[0][:, 1:3], p[1]),
+    )["out"]
     torch.testing.assert_close(some, whole[:, :, 1:3], rtol=1e-13, atol=1e-14)
 
 
@@ -325,6 +342,7 @@ def test_the_definition_accepts_other_dtypes_as_the_plain_formula(name: str) -> 
             value,
             options=options,
             parameters={n: x.to(dtype) for n, x in parameters.items()},
+            positions=standing(3, 3, batch=1),
         )
         assert answer["out"].dtype == dtype
 

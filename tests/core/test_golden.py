@@ -21,6 +21,7 @@ FILE = Path(golden.__file__).with_name("golden.json")
 # -- the formulas once more, with plain numbers and loops: no torch, nothing of attnlab --------------------------
 
 Row = list[float]
+DOT = ("softmax_dot_product", "sliding_window")
 
 
 def _dot(a: Row, b: Row) -> float:
@@ -31,20 +32,24 @@ def _times(matrix: list[Row], x: Row) -> Row:
     return [_dot(row, x) for row in matrix]
 
 
-def _sees(b: int, i: int, j: int, queries: int, keys: int, arguments: Mapping[str, Any]) -> bool:
+def _sees(case: Mapping[str, Any], b: int, i: int, j: int) -> bool:
+    arguments, window = case["arguments"], case["options"]
+    queries, keys = len(case["query"][b][0]), len(case["key"][b][0])
     lengths = arguments.get("key_lengths")
     if lengths is not None and j >= lengths[b]:
         return False
-    if arguments.get("causal"):
-        first = {"top_left": 0, "bottom_right": keys - queries}.get(arguments.get("offset", "top_left"), 0)
-        return j <= i + first
-    return True
+    at = i + {"top_left": 0, "bottom_right": keys - queries}[arguments.get("offset", "top_left")]
+    if "sink_tokens" in window and not (at - window["left"] <= j or j < window["sink_tokens"]):
+        return False
+    if "sink_tokens" in window and j > at + window["right"]:
+        return False
+    return j <= at if arguments.get("causal") else True
 
 
 def _score(
     formula: str, options: Mapping[str, Any], w: Mapping[str, Any], h: int, q: Row, k: Row, j: int
 ) -> float:
-    if formula == "softmax_dot_product":
+    if formula in DOT:
         return _dot(q, k)
     if formula == "additive":
         inside = [x + y for x, y in zip(_times(w["W_q"][h], q), _times(w["W_k"][h], k), strict=True)]
@@ -62,10 +67,10 @@ def _score(
 def _softmax_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) -> Row:
     arguments = case["arguments"]
     q, keys, values = _operands(case, b, h, i)
-    scale = arguments.get("scale", len(keys[0]) ** -0.5 if formula == "softmax_dot_product" else 1.0)
+    scale = arguments.get("scale", len(keys[0]) ** -0.5 if formula in DOT else 1.0)
     exponentials = {}
     for j, k in enumerate(keys):
-        if _sees(b, i, j, len(case["query"][b][h]), len(keys), arguments):
+        if _sees(case, b, i, j):
             s = _score(formula, case["options"], case["parameters"], h, q, k, j) * scale
             if "softcap" in arguments:
                 s = arguments["softcap"] * math.tanh(s / arguments["softcap"])
@@ -87,10 +92,9 @@ PHI: dict[str, Callable[[float], float]] = {
 def _linearised_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) -> Row:
     q, keys, values = _operands(case, b, h, i)
     phi = PHI[case["options"]["feature_map"]]
-    queries = len(case["query"][b][h])
     above, below = [0.0] * len(values[0]), 0.0
     for j, k in enumerate(keys):
-        if _sees(b, i, j, queries, len(keys), case["arguments"]):
+        if _sees(case, b, i, j):
             product = sum(phi(x) * phi(y) for x, y in zip(q, k, strict=True))
             above = [a + product * v for a, v in zip(above, values[j], strict=True)]
             below += product
@@ -101,10 +105,9 @@ def _delta_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) ->
     q, keys, values = _operands(case, b, h, i)
     group = len(case["query"][b]) // len(case["key"][b])
     beta = case["arguments"]["gates"]["beta"][b][h // group]
-    queries = len(case["query"][b][h])
     memory = [[0.0] * len(values[0]) for _ in keys[0]]
     for j, k in enumerate(keys):
-        if _sees(b, i, j, queries, len(keys), case["arguments"]):
+        if _sees(case, b, i, j):
             recalled = [sum(k[d] * memory[d][e] for d in range(len(k))) for e in range(len(values[0]))]
             for d, x in enumerate(k):
                 for e, v in enumerate(values[j]):

@@ -1,9 +1,10 @@
 """The machinery that families and plugins share: pure torch, any device. Stable for plugins.
 
-heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  fused: torch's fused kernels.
-linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
+heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  fused: torch's fused kernels.  banded: inside
+a window.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
 """
 
+from attnlab.engines.banded import Band, band_of, banded_attention
 from attnlab.engines.fused import MASK_ELEMENTS, fused_attention
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
@@ -12,9 +13,12 @@ from attnlab.engines.tiled import Scoring, tiled_attention
 
 __all__ = [
     "MASK_ELEMENTS",
+    "Band",
     "Scoring",
     "accumulation_dtype",
     "align_to_queries",
+    "band_of",
+    "banded_attention",
     "causal_linear",
     "causal_linear_blocks",
     "expand_heads",

@@ -27,14 +27,7 @@ def fused_attention(
 
     `scale` None is torch's default, `Dk^-0.5`. What decides is the request: its flags and shapes, never values.
     """
-    if (
-        call.softcap is not None
-        or call.score_mod is not None
-        or call.sinks is not None
-        or call.need_weights
-        or call.need_lse
-        or call.dropout_p
-    ):
+    if not asks_for_out_alone(call):
         return None
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     trained = call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled()
@@ -78,6 +71,18 @@ def fused_attention(
         else:
             mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=bias.dtype, device=query.device))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def asks_for_out_alone(call: Call) -> bool:
+    """Whether nothing is asked that needs scores or weights in hand, a bias aside."""
+    return not (
+        call.softcap is not None
+        or call.score_mod is not None
+        or call.sinks is not None
+        or call.need_weights
+        or call.need_lse
+        or call.dropout_p
+    )
 
 
 def _once(x: Tensor) -> Tensor:

@@ -200,8 +200,8 @@ class _Job:
         return used @ self._values(k0, k1), p.sum(-1, keepdim=True)
 
     def _tiles(self, q0: int, q1: int, tk: int) -> list[tuple[int, int]]:
-        first, last = self.seen.key_range(q0, q1)
-        return [(k, min(k + tk, last)) for k in range(first, last, tk)]
+        ranges = self.seen.key_ranges(q0, q1)
+        return [(k, min(k + tk, last)) for first, last in ranges for k in range(first, last, tk)]
 
     def _values(self, k0: int, k1: int) -> Tensor:
         return expand_heads(self.value[:, :, k0:k1], self.heads).to(self.dtype)

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
+from attnlab.engines.banded import band_of, banded_attention
 from attnlab.engines.fused import fused_attention
 from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
@@ -141,6 +142,12 @@ class ScoreAttention(Attention):
         scale = self.default_scale() if call.scale is None else call.scale
         if self.inner_product and reweight is None:
             shared = value if key.shape[1] == value.shape[1] else expand_heads(value, key.shape[1])
+            band, seen = band_of(call, query, key), call.visibility
+            if band is not None and seen is not None:
+                inside = banded_attention(
+                    query, key, shared, band, 1.0 if scale is None else scale, seen.key_present
+                )
+                return AttentionOutput(inside.to(value.dtype), state=state)
             out = fused_attention(query, key, shared, call, scale)
             if out is not None:
                 return AttentionOutput(out, state=state)

@@ -36,6 +36,7 @@ from attnlab.formulas.dot_product import softmax_dot_product
 from attnlab.formulas.golden import GoldenCase, golden_cases, unverified
 from attnlab.formulas.linearised import linearised
 from attnlab.formulas.multiplicative import multiplicative
+from attnlab.formulas.sliding_window import sliding_window
 
 __all__ = [
     "DEFINITIONS",
@@ -50,6 +51,7 @@ __all__ = [
     "multiplicative",
     "pair_products",
     "per_query_head",
+    "sliding_window",
     "softmax_attention",
     "softmax_dot_product",
     "unverified",
@@ -64,6 +66,7 @@ DEFINITIONS: Mapping[str, Definition] = MappingProxyType(
         "additive": additive,
         "multiplicative": multiplicative,
         "linearised": linearised,
+        "sliding_window": sliding_window,
         "delta_rule": delta_rule,
     }
 )

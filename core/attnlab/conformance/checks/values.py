@@ -94,6 +94,10 @@ def _agreement(scope: Scope) -> Iterable[Case]:
     # Several items and heads, whose rows lie past a partial tile of the ones before.
     yield case(*declared(scope, "causal", "gqa"), dtype=base, query_length=131, key_length=131)
     if not scope.quick:
+        # Bands: a window and nothing that needs scores in hand is what kernels for windows serve.
+        yield case("window", "gqa", dtype=base, query_length=200, key_length=200)
+        yield case("window", "key_mask_holes", dtype=base, query_length=193, key_length=193)
+        yield case("offset_window", "value_dim", dtype=base, query_length=130, key_length=259)
         yield case(*declared(scope, "window", "bias", "sinks"), dtype=base, query_length=67, key_length=131)
         yield case(
             *declared(scope, "key_lengths", "mask_per_head"), dtype=base, query_length=131, key_length=70

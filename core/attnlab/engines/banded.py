@@ -1,0 +1,297 @@
+"""Softmax attention inside a band: time and memory proportional to `Lq` times the window, forward and backward. Needs torch.
+
+Queries are cut into blocks of `side` rows; block n reads the `width` keys that its rows could see, a view of the keys with
+overlapping strides, so nothing is gathered. Sink tokens (Xiao et al. 2023, "Efficient Streaming Language Models with
+Attention Sinks") are the first keys, which stay in sight when the window has left them: a few more columns. Backward computes the weights
+again from query and key; gradients of overlapping blocks are added by shifted slices.
+
+Notation: N = B Hkv; G query heads a key head; R = G side rows; b left, r right bound; p positions of queries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlab.engines.fused import asks_for_out_alone
+from attnlab.engines.heads import accumulation_dtype, fold_groups, in_own_precision
+
+if TYPE_CHECKING:
+    from attnlab.call import Call
+
+SIDE = 64
+# Scores of the blocks that are worked on together: 2^18 float32 are 1 MiB, the second-level cache of a core.
+GROUP_ELEMENTS = 1 << 18
+GROUP_ELEMENTS_ON_GPU = 1 << 25
+# Below this many pairs of a head, and where the band is most of the matrix, torch's function with a mask is quicker.
+WORTHWHILE_PAIRS = 1 << 15
+
+
+class Band(NamedTuple):
+    """Where the band lies: query i stands at `i + offset` and sees keys from `- left` to `+ right` of that, and sink tokens."""
+
+    left: int
+    right: int
+    offset: int
+    sink_tokens: int
+
+
+def band_of(call: Call, query: Tensor, key: Tensor) -> Band | None:
+    """The band of a request whose only rules are a window on both sides and absent keys; None where it asks for more.
+
+    None as well where torch's function is quicker (short inputs), and under torch.compile.
+    """
+    seen = call.visibility
+    if seen is None or seen.left is None or seen.right is None or not isinstance(seen.offset, int):
+        return None
+    if seen.allowed is not None or seen.mask_mod is not None or seen.query_segments is not None:
+        return None
+    if call.bias is not None or not asks_for_out_alone(call) or torch.compiler.is_compiling():
+        return None
+    lq, lk = query.shape[2], key.shape[2]
+    reach = seen.left + seen.right + SIDE + seen.sink_tokens
+    if lq < SIDE or 2 * reach > lk or lq * lk < WORTHWHILE_PAIRS or query.numel() == 0:
+        return None
+    if not 0 <= seen.offset <= lk - lq:
+        return None  # rows beyond the keys: rare, and left to engines that need no room around them
+    return Band(seen.left, seen.right, seen.offset, seen.sink_tokens)
+
+
+@in_own_precision
+def banded_attention(
+    query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float, present: Tensor | None
+) -> Tensor:
+    """`out [B, Hq, Lq, Dv]` in the accumulation dtype, for `query [B, Hq, Lq, D]`, `key [B, Hkv, Lk, D]`, `value [B, Hkv, Lk, Dv]`.
+
+    present: bool `[B, Lk]`, None where every key is there. A query that sees nothing gives 0.
+    """
+    wide = accumulation_dtype(query.dtype)
+    q, k, v = query.to(wide), key.to(wide), value.to(wide)
+    if torch.is_grad_enabled():
+        out: Tensor = _Banded.apply(q, k, v, band, scale, present)  # type: ignore[no-untyped-call]
+        return out
+    return _Blocks(q, k, v, band, scale, present).forward()
+
+
+class _Banded(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float, present: Tensor | None
+    ) -> Tensor:
+        return _Blocks(query, key, value, band, scale, present).forward()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        query, key, value, ctx.band, ctx.scale, present = inputs
+        ctx.save_for_backward(query, key, value, present, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, present, out = ctx.saved_tensors
+        return (*_backward(grad, query, key, value, out, ctx.band, ctx.scale, present), None, None, None)
+
+
+@in_own_precision
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    band: Band,
+    scale: float,
+    present: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _Blocks(query, key, value, band, scale, present).backward(grad.to(query.dtype), out)
+
+
+class _Blocks:
+    """One call cut into blocks: padded keys and values, and what hides inside and at the ends of the band."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        band: Band,
+        scale: float,
+        present: Tensor | None,
+    ) -> None:
+        self.band, self.scale, self.shape = band, scale, query.shape
+        self.kv_heads, self.lk = key.shape[1], key.shape[2]
+        self.groups = query.shape[1] // key.shape[1]
+        side = self.side = SIDE
+        self.count = -(-query.shape[2] // side)
+        self.width = (
+            -(-(side + band.left + band.right) // side) * side
+        )  # in whole sides, so that slices add up
+        self.before = self.width - side - band.right  # keys of a block before its first query's own position
+        self.pads = (
+            self.before - band.offset,
+            (self.count - 1) * side + self.width - (self.before - band.offset) - self.lk,
+        )
+        self.cuts = self._cuts(query.device)
+        self.rows = self._rows(query)  # [N, count, R, D]
+        self.keys, self.values = key.flatten(0, 1), value.flatten(0, 1)  # [N, Lk, D]
+        self.first_keys = key[:, :, : band.sink_tokens].flatten(0, 1)  # [N, sinks, D]
+        self.first_values = value[:, :, : band.sink_tokens].flatten(0, 1)
+        self.present = present
+        self.there = None if present is None else torch.nn.functional.pad(present, self.pads)  # [B, padded]
+        at, column = (
+            torch.arange(side, device=query.device)[:, None],
+            torch.arange(self.width, device=query.device),
+        )
+        apart = column - at - self.before  # [side, width]: how far a key stands behind its query
+        hidden = (apart < -band.left) | (apart > band.right)
+        self.outside = torch.zeros(side, self.width, dtype=query.dtype, device=query.device).masked_fill(
+            hidden, -torch.inf
+        )
+        self.outside = self.outside.repeat(self.groups, 1)  # [R, width]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """`[B, Hq, Lq, W]` -> `[N, count, G side, W]`, the last block filled up with zeros."""
+        batch, _, lq, width = x.shape
+        x = torch.nn.functional.pad(x, (0, 0, 0, self.count * self.side - lq))
+        x = fold_groups(x, self.kv_heads).reshape(
+            batch * self.kv_heads, self.groups, self.count, self.side, width
+        )
+        return x.transpose(1, 2).reshape(batch * self.kv_heads, self.count, self.groups * self.side, width)
+
+    def _unrowed(self, x: Tensor) -> Tensor:
+        """The reverse of `_rows`."""
+        batch, heads, lq, _ = self.shape
+        x = x.reshape(-1, self.count, self.groups, self.side, x.shape[-1]).transpose(1, 2)
+        return x.reshape(batch, heads, self.count * self.side, x.shape[-1])[:, :, :lq]
+
+    def _cuts(self, device: torch.device) -> list[tuple[int, int]]:
+        """Blocks `[first, last)` that are worked on together; those that read past the keys' ends are apart from the others."""
+        budget = GROUP_ELEMENTS if device.type == "cpu" else GROUP_ELEMENTS_ON_GPU
+        several = max(1, budget // (self.groups * self.side * (self.width + self.band.sink_tokens)))
+        begins = max(0, -(-self.pads[0] // self.side))  # blocks that begin before the first key
+        ends = max(
+            begins, self.count - max(0, -(-self.pads[1] // self.side))
+        )  # the first that ends past the last
+        return [
+            (start, min(start + several, stop))
+            for begin, stop in ((0, min(begins, self.count)), (begins, ends), (ends, self.count))
+            for start in range(begin, stop, several)
+        ]
+
+    def _span(self, first: int, last: int) -> tuple[int, int]:
+        """The keys `[start, stop)` that blocks `[first, last)` read; some may lie before the first or past the last."""
+        start = first * self.side - self.pads[0]
+        return start, start + (last - first - 1) * self.side + self.width
+
+    def _columns(self, x: Tensor, firsts: Tensor, n: int, first: int, last: int) -> Tensor:
+        """What blocks `[first, last)` read of keys or values: `[blocks, W, sinks + width]`."""
+        start, stop = self._span(first, last)
+        part = x[n, max(start, 0) : max(stop, 0)]
+        if start < 0 or stop > self.lk:
+            part = torch.nn.functional.pad(part, (0, 0, *self._missing(start, stop)))
+        part = part.unfold(0, self.width, self.side)
+        if not self.band.sink_tokens:
+            return part
+        front = firsts[n].transpose(0, 1).expand(last - first, -1, -1)
+        return torch.cat([front, part], -1)
+
+    def _missing(self, start: int, stop: int) -> tuple[int, int]:
+        """How many of keys `[start, stop)` lie before the first and past the last."""
+        before = min(max(-start, 0), stop - start)
+        return before, min(max(stop - self.lk, 0), stop - start - before)
+
+    def _weights(self, n: int, first: int, last: int, keys: Tensor) -> Tensor:
+        """Weights `[blocks, R, sinks + width]`; the row of a query that sees nothing is 0."""
+        blocks = last - first
+        hide, partly = self.outside, False
+        start, stop = self._span(first, last)
+        if self.there is not None or start < 0 or stop > self.lk:
+            partly = True
+            hide = hide.masked_fill(
+                ~self._there(n, first, last)[:, None, :], -torch.inf
+            )  # [blocks, R, width]
+        if self.band.sink_tokens:
+            partly = True
+            ahead = hide.new_zeros(blocks, hide.shape[-2], self.band.sink_tokens)
+            ahead = ahead.masked_fill(~self._sinks_seen(n, first, last), -torch.inf)
+            hide = torch.cat([ahead, hide.expand(blocks, -1, -1)], -1)
+        s = torch.baddbmm(hide.expand(blocks, -1, -1), self.rows[n, first:last], keys, alpha=self.scale)
+        p = torch.softmax(s, -1)
+        if partly:
+            p = torch.where((s > -torch.inf).any(-1, keepdim=True), p, torch.zeros_like(p))
+        return p
+
+    def _there(self, n: int, first: int, last: int) -> Tensor:
+        """Which keys of blocks exist and are present: bool `[blocks, width]`."""
+        device = self.rows.device
+        at = torch.arange(first, last, device=device)[:, None] * self.side - self.pads[0]
+        at = at + torch.arange(self.width, device=device)  # [blocks, width]: indices of keys
+        inside = (at >= 0) & (at < self.lk)
+        if self.there is None:
+            return inside
+        row = self.there[n // self.kv_heads, first * self.side : (last - 1) * self.side + self.width]
+        return inside & row.unfold(0, self.width, self.side)
+
+    def _sinks_seen(self, n: int, first: int, last: int) -> Tensor:
+        """Which sink tokens a query sees that its window has left: bool `[blocks, R, sinks]`."""
+        device = self.rows.device
+        at = torch.arange(first * self.side, last * self.side, device=device).view(-1, self.side, 1)
+        sinks = torch.arange(self.band.sink_tokens, device=device)
+        left = sinks < at + (self.band.offset - self.band.left)  # [blocks, side, sinks]
+        if self.present is not None:
+            left = left & self.present[n // self.kv_heads, : self.band.sink_tokens]
+        return left.repeat(1, self.groups, 1)
+
+    def forward(self) -> Tensor:
+        pieces = []
+        for n in range(self.rows.shape[0]):
+            for first, last in self.cuts:
+                p = self._weights(n, first, last, self._columns(self.keys, self.first_keys, n, first, last))
+                values = self._columns(self.values, self.first_values, n, first, last).transpose(1, 2)
+                pieces.append(p @ values)
+        out = torch.cat(pieces).view(*self.rows.shape[:3], self.values.shape[-1])
+        return self._unrowed(out)
+
+    def backward(self, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+        grads, outs = self._rows(grad), self._rows(out)
+        delta = (grads * outs).sum(-1, keepdim=True)  # [N, count, R, 1]
+        for_rows, for_keys, for_values = [], [], []
+        for n in range(self.rows.shape[0]):
+            key_columns, value_columns = [], []
+            for first, last in self.cuts:
+                keys = self._columns(self.keys, self.first_keys, n, first, last)
+                values = self._columns(self.values, self.first_values, n, first, last)
+                p = self._weights(n, first, last, keys)
+                g = grads[n, first:last]
+                slopes = p * (g @ values - delta[n, first:last]) * self.scale
+                for_rows.append(slopes @ keys.transpose(1, 2))
+                key_columns.append(slopes.transpose(1, 2) @ self.rows[n, first:last])
+                value_columns.append(p.transpose(1, 2) @ g)
+            for_keys.append(self._added(torch.cat(key_columns)))
+            for_values.append(self._added(torch.cat(value_columns)))
+        query = self._unrowed(torch.cat(for_rows).view(self.rows.shape))
+        key, value = (
+            torch.stack(x).view(self.shape[0], self.kv_heads, self.lk, -1) for x in (for_keys, for_values)
+        )
+        return query, key, value
+
+    def _added(self, columns: Tensor) -> Tensor:
+        """`[count, sinks + width, W]`, what each block gives the keys that it reads -> `[Lk, W]`, added up by key."""
+        side, sinks, (before, after) = self.side, self.band.sink_tokens, self.pads
+        steps = self.width // side
+        total: Any = 0
+        for step in range(steps):
+            part = columns[:, sinks + step * side : sinks + (step + 1) * side].flatten(0, 1)
+            total = total + _padded(part, step * side - before, (steps - 1 - step) * side - after)
+        if sinks:
+            total = total + _padded(columns[:, :sinks].sum(0), 0, self.lk - sinks)
+        return total  # type: ignore[no-any-return]
+
+
+def _padded(x: Tensor, before: int, after: int) -> Tensor:
+    """`[n, W]` with that many rows of zeros more at its ends, or fewer rows where negative."""
+    return torch.nn.functional.pad(x, (0, 0, before, after))
