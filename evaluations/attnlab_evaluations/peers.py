@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def torch_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False) -> Tensor:
-    """torch's own `scaled_dot_product_attention`."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+def torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """torch's own `scaled_dot_product_attention`; mask bool, True = may attend."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
 
 
 def chunked_linear(query: Tensor, key: Tensor, value: Tensor, *, chunk: int = 128) -> Tensor:

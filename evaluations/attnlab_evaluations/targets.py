@@ -110,7 +110,7 @@ def _measured(target: Target) -> str:
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """All rows, each within its share of `budget` seconds."""
-    share = budget / 12
+    share = budget / 16
     found: list[Target] = []
     with torch.no_grad():
         say("dispatch")
@@ -121,7 +121,11 @@ def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> lis
         say("linear at 4096")
         found.append(linear(4096, share * 2, seed))
         say("linear from 4k to 64k")
-        found.append(linear_exponent((4096, 8192, 16384, 32768, 65536), share * 3, seed))
+        found.append(time_exponent("linearised", (4096, 8192, 16384, 32768, 65536), share * 3, seed))
+        say("window at 4096")
+        found.append(window(4096, 256, share * 2, seed))
+        say("window from 4k to 32k")
+        found.append(time_exponent("sliding_window", (4096, 8192, 16384, 32768), share * 2, seed))
     say("start-up")
     found += start_up()
     return found
@@ -178,20 +182,39 @@ def linear(length: int, budget: float, seed: int) -> Target:
     return Target(what, f"chunked, {best}", ratio, "x", 1.0, note)
 
 
-def linear_exponent(lengths: tuple[int, ...], budget: float, seed: int) -> Target:
+def window(length: int, size: int, budget: float, seed: int) -> Target:
+    """A causal window of `size` keys over torch's function with the dense mask of the same window."""
+    inputs = _inputs(8, length, 64)
+    at = torch.arange(inputs[0].shape[2])
+    apart = at[:, None] - at
+    mask = (apart >= 0) & (apart < size)
+    pair = _pair(
+        lambda: attnlab.attention(*inputs, variant="dot_product", window=(size - 1, 0)),
+        lambda: peers.torch_attention(*inputs, mask=mask),
+        budget,
+        seed,
+    )
+    what, peer = f"window {size}, L={length}", "torch, dense mask"
+    if pair is None:
+        return Target(what, peer, UNMEASURED, "x", 1 / 8, NO_TIME)
+    note = f"{statistics.median(pair[0]) * 1e3:.3g} against {statistics.median(pair[1]) * 1e3:.3g} ms"
+    return Target(what, peer, paired_ratio(*pair, seed=seed), "x", 1 / 8, note)
+
+
+def time_exponent(variant: str, lengths: tuple[int, ...], budget: float, seed: int) -> Target:
     """The slope of log time over log length; its interval comes from fitting each round by itself."""
     calls: dict[str, Callable[[], object]] = {}
     for length in lengths:
         inputs = _inputs(8, length, 64)
-        calls[str(length)] = lambda i=inputs: attnlab.attention(*i, variant="linearised", causal=True)  # type: ignore[misc]
+        calls[str(length)] = lambda i=inputs: attnlab.attention(*i, variant=variant, causal=True)  # type: ignore[misc]
     samples = _samples(calls, str(lengths[0]), budget, seed)
     done = [n for n in lengths if str(n) in samples]
     rounds = zip(*(samples[str(n)] for n in done), strict=True)
     slopes = [s for times in rounds if (s := exponent(done, times, last=len(done))) is not None]
     if len(done) < len(lengths) or not slopes:  # over fewer lengths it would be another number
-        return Target("linearised, causal, time exponent", "linear: 1", UNMEASURED, "", 1.1, NO_TIME)
+        return Target(f"{variant}, causal, time exponent", "linear: 1", UNMEASURED, "", 1.1, NO_TIME)
     times = ", ".join(f"{n}: {statistics.median(samples[str(n)]) * 1e3:.3g}" for n in done)
-    what = f"linearised, causal, time exponent {done[0]} to {done[-1]}"
+    what = f"{variant}, causal, time exponent {done[0]} to {done[-1]}"
     return Target(what, "linear: 1", bootstrap_median(slopes, seed=seed), "", 1.1, f"ms: {times}")
 
 
