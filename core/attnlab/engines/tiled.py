@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnlab.engines.heads import accumulation_dtype, expand_heads, in_own_precision
+from attnlab.engines.isolating import all_finite, cleaned, cleaned_rows, nonfinite_sums
 from attnlab.errors import InvalidInput
 from attnlab.visibility import Visibility
 
@@ -33,7 +34,8 @@ class Scoring(NamedTuple):
     """How a tile is scored: `scores(query, key, query_positions, key_positions) -> [B, Hq, tq, tk]` and what follows it.
 
     `reweight(query, query_positions, key_positions)` gives a factor on normalised weights, broadcastable likewise. `cost` is
-    the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score).
+    the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score). `isolated`
+    keeps NaN and Inf of hidden pairs from everything, at the price of looking whether there are any.
     """
 
     scores: Callable[..., Tensor]
@@ -45,6 +47,7 @@ class Scoring(NamedTuple):
     reweight: Callable[..., Tensor] | None = None
     dropout_p: float = 0.0
     cost: int = 1
+    isolated: bool = False
 
 
 class Result(NamedTuple):
@@ -106,18 +109,25 @@ class _Job:
         self.query, self.key, self.value, self.how, self.seen = query, key, value, scoring, visibility
         self.heads = query.shape[1]
         self.dtype = accumulation_dtype(value.dtype)
+        self.apart = scoring.isolated and not all_finite(query, key, value)
 
     def scores(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         """Scores of a tile up to and including hiding, `[B, Hq, tq, tk]` in the accumulation dtype."""
         how, seen = self.how, self.seen
         query = self.query[:, :, q0:q1]
         key = expand_heads(self.key[:, :, k0:k1], self.heads)
-        s = how.scores(
-            query,
-            key,
-            query_positions=seen.query_positions[..., q0:q1],
-            key_positions=seen.key_positions[..., k0:k1],
-        ).to(self.dtype)
+        at = {
+            "query_positions": seen.query_positions[..., q0:q1],
+            "key_positions": seen.key_positions[..., k0:k1],
+        }
+        if self.apart:
+            with torch.no_grad():
+                raw = how.scores(query, key, **at).to(self.dtype)
+            (query, bad_query), (key, bad_key) = cleaned_rows(query), cleaned_rows(key)
+            s = how.scores(query, key, **at).to(self.dtype)
+            s = torch.where(bad_query[..., :, None] | bad_key[..., None, :], raw, s)
+        else:
+            s = how.scores(query, key, **at).to(self.dtype)
         if how.scale != 1.0:
             s = s * how.scale
         if how.softcap is not None:
@@ -136,7 +146,7 @@ class _Job:
         lq, lk = self.query.shape[2], self.key.shape[2]
         s = self.scores(0, lq, 0, lk)
         peak = s.detach().amax(-1, keepdim=True)  # [B, H, Lq, 1]
-        alive = peak > -torch.inf
+        alive = peak != -torch.inf  # a NaN lives on: it was seen
         m = self._with_sinks(peak)
         p = torch.exp(s - m)
         z = self._sum_with_sinks(p.sum(-1, keepdim=True), m)
@@ -145,7 +155,8 @@ class _Job:
             w = torch.where(alive, w, torch.zeros_like(w))
         lse = torch.where(alive, m + torch.log(torch.where(alive, z, torch.ones_like(z))), -torch.inf)
         used = self._reweighted(w, 0, lq, 0, lk)
-        return Result(self._dropped(used) @ self._values(0, lk), used if need_weights else None, lse[..., 0])
+        out = self._mixed(self._dropped(used), s, 0, lk)
+        return Result(out, used if need_weights else None, lse[..., 0])
 
     def row_online(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor]:
         """A row block without a graph, one pass: `(out, lse)`."""
@@ -155,13 +166,13 @@ class _Job:
         for k0, k1 in self._tiles(q0, q1, tk):
             s = self.scores(q0, q1, k0, k1)
             higher = torch.maximum(m, s.amax(-1, keepdim=True))
-            base = torch.where(higher > -torch.inf, higher, torch.zeros_like(higher))
+            base = torch.where(higher != -torch.inf, higher, torch.zeros_like(higher))
             p = (s - base).exp_()  # not in place of s: a score_mod may have returned its own tensor
             fade = torch.exp(m - base)
             z = z * fade + p.sum(-1, keepdim=True)
-            n = n * fade + self._dropped(self._reweighted(p, q0, q1, k0, k1)) @ self._values(k0, k1)
+            n = n * fade + self._mixed(self._dropped(self._reweighted(p, q0, q1, k0, k1)), s, k0, k1)
             m = higher
-        alive = m > -torch.inf
+        alive = m != -torch.inf
         top = self._with_sinks(m)
         fade = torch.exp(torch.where(alive, m - top, torch.zeros_like(m)))
         z = self._sum_with_sinks(z * fade, top)
@@ -174,7 +185,7 @@ class _Job:
             m = self.query.new_full((*self.query.shape[:2], q1 - q0, 1), -torch.inf, dtype=self.dtype)
             for k0, k1 in tiles:
                 m = torch.maximum(m, self.scores(q0, q1, k0, k1).amax(-1, keepdim=True))
-            alive = m > -torch.inf
+            alive = m != -torch.inf
             top = self._with_sinks(m)
         n: Any = self.value.new_zeros(*top.shape[:3], self.value.shape[3], dtype=self.dtype)
         z: Any = torch.zeros_like(top)
@@ -195,13 +206,21 @@ class _Job:
         return self._finish(n, self._sum_with_sinks(z, top), top, alive)
 
     def _sums(self, q0: int, q1: int, k0: int, k1: int, m: Tensor) -> tuple[Tensor, Tensor]:
-        p = torch.exp(self.scores(q0, q1, k0, k1) - m)
+        s = self.scores(q0, q1, k0, k1)
+        p = torch.exp(s - m)
         used = self._dropped(self._reweighted(p, q0, q1, k0, k1))
-        return used @ self._values(k0, k1), p.sum(-1, keepdim=True)
+        return self._mixed(used, s, k0, k1), p.sum(-1, keepdim=True)
 
     def _tiles(self, q0: int, q1: int, tk: int) -> list[tuple[int, int]]:
         ranges = self.seen.key_ranges(q0, q1)
         return [(k, min(k + tk, last)) for first, last in ranges for k in range(first, last, tk)]
+
+    def _mixed(self, weights: Tensor, s: Tensor, k0: int, k1: int) -> Tensor:
+        """`weights [B, H, tq, tk]` times the values of those keys; `s` says which pairs are hidden."""
+        value = self._values(k0, k1)
+        if not self.apart:
+            return weights @ value
+        return weights @ cleaned(value) + nonfinite_sums(s.detach() != -torch.inf, value)
 
     def _values(self, k0: int, k1: int) -> Tensor:
         return expand_heads(self.value[:, :, k0:k1], self.heads).to(self.dtype)
@@ -210,7 +229,7 @@ class _Job:
         """The reference of the exponentials: finite, and no less than a sink."""
         if self.how.sinks is not None:
             peak = torch.maximum(peak, self.how.sinks.detach().to(peak.dtype)[:, None, None])
-        return torch.where(peak > -torch.inf, peak, torch.zeros_like(peak))
+        return torch.where(peak != -torch.inf, peak, torch.zeros_like(peak))
 
     def _sum_with_sinks(self, z: Tensor, m: Tensor) -> Tensor:
         return z if self.how.sinks is None else z + torch.exp(self.how.sinks.to(z.dtype)[:, None, None] - m)

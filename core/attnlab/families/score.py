@@ -161,6 +161,7 @@ class ScoreAttention(Attention):
             reweight,
             call.dropout_p,
             self.tile_cost,
+            self.capabilities.isolates_nonfinite,
         )
         result = tiled_attention(
             query,
