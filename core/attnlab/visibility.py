@@ -203,13 +203,14 @@ class Visibility:
         both = copy(self)
         if right is not None:
             both.right = right if self.right is None else min(right, self.right)
-        if left is not None and (self.left is None or left < self.left):
-            if self.left is None:
-                both.left, both.sink_tokens = left, sink_tokens
-            elif sink_tokens:  # the caller's own bound hides what this one lets be seen
-                both.mask_mod = _also(self.mask_mod, lambda b, h, q, k: (k >= q - left) | (k < sink_tokens))
-            else:
-                both.left = left
+        if left is not None and self.left is None:
+            both.left, both.sink_tokens = left, sink_tokens
+        elif left is not None and (
+            sink_tokens or self.sink_tokens
+        ):  # what one bound exempts the other may hide
+            both.mask_mod = _also(self.mask_mod, lambda b, h, q, k: (k >= q - left) | (k < sink_tokens))
+        elif left is not None and self.left is not None:
+            both.left = min(left, self.left)
         both._drop_what_hides_nothing()
         return both
 
@@ -280,7 +281,7 @@ class Visibility:
     def key_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """`key_range`, and before it that of the sink tokens; what is empty is left out."""
         first, last = self.key_range(start, stop)
-        both = [(0, min(self.sink_tokens, first, last)), (first, last)]
+        both = [(0, min(self.sink_tokens, first, last, self.key_length)), (first, last)]
         return [(a, b) for a, b in both if a < b]
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> Literal["empty", "full", "partial"]:
@@ -297,16 +298,6 @@ class Visibility:
             high = _FAR if self.right is None else q0 + self.offset + self.right
             return "full" if (k0 >= low or k1 <= self.sink_tokens) and k1 - 1 <= high else "partial"
         return "full"
-
-    def blocks(self, query_block: int, key_block: int) -> list[list[str]]:
-        """`kind` of every tile of a grid: rows of query blocks, each a list over key blocks."""
-        return [
-            [
-                self.kind(q, min(q + query_block, self.query_length), k, min(k + key_block, self.key_length))
-                for k in range(0, self.key_length, key_block)
-            ]
-            for q in range(0, self.query_length, query_block)
-        ]
 
     def dense(self) -> Tensor:
         """The whole mask, bool, broadcastable to `[B, H, Lq, Lk]`."""

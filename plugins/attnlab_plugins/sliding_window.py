@@ -16,13 +16,20 @@ class SlidingWindowAttention(ScoreAttention):
     `left` and `right` count as in `window=`: the query's own position is one more, so that `left=255, right=0` is what others call
     a causal window of 256, and `left=right=128` a symmetric one of 257. The first `sink_tokens` positions stay in sight
     (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"). What the caller hides is hidden as well.
-    Where lengths differ the window counts from `offset`, 0 where none is given. Time and memory grow with length times window.
-    Parameter-free.
+    Time and memory grow with length times window. Lengths differ only through a state, which says where its queries stand; for
+    others `dot_product` with `window=` and `offset=` says it in the call. Parameter-free.
     """
 
     name = "sliding_window"
     formula = "sliding_window"
-    capabilities = replace(ScoreAttention.capabilities, position_free=False, compiles=True, exports=True)
+    capabilities = replace(
+        ScoreAttention.capabilities,
+        position_free=False,
+        cross_lengths=False,
+        compiles=True,
+        exports=True,
+        notes={"cross_lengths": "its window would have two readings; dot_product takes window= with offset="},
+    )
     inner_product = True
 
     def __init__(self, *, left: int = 255, right: int = 0, sink_tokens: int = 0, **sizes: Any) -> None:

@@ -21,6 +21,8 @@ BANDS = {
     "more sinks than a block": (150, 400, Band(3, 2, 250, 70)),
     "decoding many": (130, 700, Band(64, 63, 570, 0)),
     "mostly ahead": (130, 700, Band(3, 200, 0, 1)),
+    "wide at the start": (64, 512, Band(62, 3, 0, 0)),
+    "wide behind the start": (128, 400, Band(126, 3, 0, 2)),
     "one block": (SIDE, 500, Band(5, 0, 436, 1)),
 }
 
@@ -61,17 +63,22 @@ def test_out_and_gradients_are_those_of_the_formula(what: str, padded: bool) -> 
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_second_derivatives_are_those_of_the_formula() -> None:
-    queries, keys, band = BANDS["sink tokens"]
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("what", ["sink tokens", "causal"])
+def test_second_derivatives_are_those_of_the_formula(what: str, padded: bool) -> None:
+    queries, keys, band = BANDS[what]
     inputs = drawn(queries, keys)
+    present = torch.rand(2, keys) < 0.7 if padded else None
+    if present is not None:
+        present[0, : keys // 2] = False
 
     def curvature(out: Tensor) -> tuple[Tensor, ...]:
         first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)  # type: ignore[arg-type]
 
     pairs = zip(
-        curvature(banded_attention(*inputs, band, 0.3, None)),
-        curvature(plain(*inputs, band, None)),
+        curvature(banded_attention(*inputs, band, 0.3, present)),
+        curvature(plain(*inputs, band, present)),
         strict=True,
     )
     for got, wanted in pairs:
@@ -90,7 +97,7 @@ def test_a_mapped_axis_is_a_loop() -> None:
     torch.testing.assert_close(mapped, looped, rtol=0, atol=1e-12)
 
 
-def _served(length: int = 200, **arguments: object) -> bool:
+def _served(length: int = 600, **arguments: object) -> bool:
     import attnlab.families.score as family
 
     met: list[Band | None] = []
@@ -113,22 +120,22 @@ def _served(length: int = 200, **arguments: object) -> bool:
 def test_what_a_band_cannot_say_goes_to_another_engine() -> None:
     assert _served(window=(3, 0))
     assert _served(window=(3, None), causal=True)
-    assert _served(window=(3, 2), key_mask=torch.rand(1, 200) < 0.5)
+    assert _served(window=(3, 2), key_mask=torch.rand(1, 600) < 0.5)
     assert not _served(window=(3, None))
     assert not _served(causal=True)
-    assert not _served(window=(150, 0)), "most of the matrix"
-    assert not _served(length=100, window=(3, 0)), "short"
+    assert not _served(window=(300, 0)), "most of the matrix"
+    assert not _served(length=300, window=(3, 0)), "short"
     for other in (
         {"need_weights": True},
         {"need_lse": True},
         {"softcap": 5.0},
         {"sinks": torch.zeros(2)},
-        {"bias": torch.zeros(1, 1, 200, 200)},
+        {"bias": torch.zeros(1, 1, 600, 600)},
         {"dropout_p": 0.1},
-        {"mask": torch.ones(200, 200, dtype=torch.bool).tril()},
+        {"mask": torch.ones(600, 600, dtype=torch.bool).tril()},
         {"mask_mod": lambda b, h, q, k: q >= k},
         {"score_mod": lambda s, b, h, q, k: s},
-        {"segments": (torch.zeros(1, 200, dtype=torch.long),) * 2},
+        {"segments": (torch.zeros(1, 600, dtype=torch.long),) * 2},
         {"offset": -3},
     ):
         assert not _served(window=(3, 0), **other), other

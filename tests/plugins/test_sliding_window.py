@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlab import InvalidInput, attend, create, run_checks
+from attnlab import InvalidInput, UnsupportedRequest, attend, create, run_checks
+from attnlab_plugins.sliding_window import SlidingWindowAttention
 
 SIZES = {"num_heads": 2, "head_dim": 8}
 
@@ -21,7 +22,7 @@ def seen(variant: Any, length: int, **arguments: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [1, 4, 16])
-@pytest.mark.parametrize("length", [16, 300])
+@pytest.mark.parametrize("length", [16, 600])
 def test_a_causal_window_of_w_shows_w_keys_with_the_querys_own(window: int, length: int) -> None:
     variant = create("sliding_window", num_heads=1, head_dim=8, value_dim=length, left=window - 1, right=0)
     counts = seen(variant, length).sum(-1)
@@ -54,16 +55,16 @@ def test_the_callers_window_and_its_own_are_both_kept() -> None:
         {"softcap": 5.0},
         {"sinks": torch.zeros(2)},
         {"bias": torch.zeros(1, 1, 1, 1)},
-        {"mask": torch.ones(300, 300, dtype=torch.bool)},
+        {"mask": torch.ones(600, 600, dtype=torch.bool)},
         {"mask_mod": lambda b, h, q, k: q >= 0},
-        {"key_mask": torch.ones(1, 300, dtype=torch.bool)},
-        {"segments": (torch.zeros(1, 300, dtype=torch.long),) * 2},
+        {"key_mask": torch.ones(1, 600, dtype=torch.bool)},
+        {"segments": (torch.zeros(1, 600, dtype=torch.long),) * 2},
     ],
     ids=lambda a: next(iter(a), "plain"),
 )
 def test_a_token_that_the_window_has_left_moves_nothing_on_any_path(asked: dict[str, Any]) -> None:
     variant = create("sliding_window", **SIZES, left=7, right=0)
-    x = torch.randn(1, 2, 300, 8)
+    x = torch.randn(1, 2, 600, 8)
     moved = x.clone()
     moved[:, :, 100] += 5
     before, after = (variant(x, k, k, **asked).out for k in (x, moved))
@@ -113,3 +114,18 @@ def test_a_window_wider_than_the_input_is_dot_product() -> None:
 def test_every_check_passes_with_windows_smaller_than_its_inputs(options: dict[str, int]) -> None:
     results = run_checks(create("sliding_window", **SIZES, **options))
     assert not [f"{r.check} [{r.case}]: {r.message}" for r in results if not r.ok]
+
+
+def test_windows_of_windows_hide_what_either_hides() -> None:
+    class Nearer(SlidingWindowAttention):
+        def attend(self, query, key, value, call):  # type: ignore[no-untyped-def]
+            return super().attend(query, key, value, call.within(query, key, left=3, right=None))
+
+    variant = Nearer(num_heads=1, head_dim=8, value_dim=8, left=5, right=0, sink_tokens=2)
+    assert seen(variant, 8)[7].nonzero().flatten().tolist() == [4, 5, 6, 7]
+
+
+def test_lengths_that_differ_are_left_to_the_window_of_the_call() -> None:
+    variant = create("sliding_window", **SIZES)
+    with pytest.raises(UnsupportedRequest, match="its window would have two readings"):
+        variant(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))

@@ -26,7 +26,7 @@ SIDE = 64
 GROUP_ELEMENTS = 1 << 18
 GROUP_ELEMENTS_ON_GPU = 1 << 25
 # Below this many pairs of a head, and where the band is most of the matrix, torch's function with a mask is quicker.
-WORTHWHILE_PAIRS = 1 << 15
+WORTHWHILE_PAIRS = 1 << 18
 
 
 class Band(NamedTuple):
@@ -219,10 +219,11 @@ class _Blocks:
             ahead = ahead.masked_fill(~self._sinks_seen(n, first, last), -torch.inf)
             hide = torch.cat([ahead, hide.expand(blocks, -1, -1)], -1)
         s = torch.baddbmm(hide.expand(blocks, -1, -1), self.rows[n, first:last], keys, alpha=self.scale)
-        p = torch.softmax(s, -1)
-        if partly:
-            p = torch.where((s > -torch.inf).any(-1, keepdim=True), p, torch.zeros_like(p))
-        return p
+        if not partly:
+            return torch.softmax(s, -1)
+        sees = (s != -torch.inf).any(-1, keepdim=True)
+        # Zeros go in as well: the softmax of a row of -inf is NaN, and so would be its derivatives.
+        return torch.where(sees, torch.softmax(torch.where(sees, s, 0), -1), 0)
 
     def _there(self, n: int, first: int, last: int) -> Tensor:
         """Which keys of blocks exist and are present: bool `[blocks, width]`."""
@@ -281,17 +282,14 @@ class _Blocks:
 
     def _added(self, columns: Tensor) -> Tensor:
         """`[count, sinks + width, W]`, what each block gives the keys that it reads -> `[Lk, W]`, added up by key."""
-        side, sinks, (before, after) = self.side, self.band.sink_tokens, self.pads
-        steps = self.width // side
-        total: Any = 0
-        for step in range(steps):
-            part = columns[:, sinks + step * side : sinks + (step + 1) * side].flatten(0, 1)
-            total = total + _padded(part, step * side - before, (steps - 1 - step) * side - after)
+        side, sinks = self.side, self.band.sink_tokens
+        total = columns.new_zeros(1, 1).expand(self.lk, columns.shape[-1]) + columns[:0].sum()
+        for step in range(self.width // side):
+            start = step * side - self.pads[0]  # the key that the first row belongs to
+            stop = start + self.count * side
+            if stop > 0 and start < self.lk:  # not wholly before the first key, or past the last
+                part = columns[:, sinks + step * side : sinks + (step + 1) * side].flatten(0, 1)
+                total = total + torch.nn.functional.pad(part, (0, 0, start, self.lk - stop))
         if sinks:
-            total = total + _padded(columns[:, :sinks].sum(0), 0, self.lk - sinks)
-        return total  # type: ignore[no-any-return]
-
-
-def _padded(x: Tensor, before: int, after: int) -> Tensor:
-    """`[n, W]` with that many rows of zeros more at its ends, or fewer rows where negative."""
-    return torch.nn.functional.pad(x, (0, 0, before, after))
+            total = total + torch.nn.functional.pad(columns[:, :sinks].sum(0), (0, 0, 0, self.lk - sinks))
+        return total

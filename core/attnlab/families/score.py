@@ -140,20 +140,19 @@ class ScoreAttention(Attention):
             key = self.project_key(expand_heads(key, self.num_heads))
         reweight: Any = None if kind.reweight is ScoreAttention.reweight else self.reweight
         scale = self.default_scale() if call.scale is None else call.scale
+        scale = 1.0 if scale is None else float(scale)
         if self.inner_product and reweight is None:
             shared = value if key.shape[1] == value.shape[1] else expand_heads(value, key.shape[1])
             band, seen = band_of(call, query, key), call.visibility
             if band is not None and seen is not None:
-                inside = banded_attention(
-                    query, key, shared, band, 1.0 if scale is None else scale, seen.key_present
-                )
+                inside = banded_attention(query, key, shared, band, scale, seen.key_present)
                 return AttentionOutput(inside.to(value.dtype), state=state)
             out = fused_attention(query, key, shared, call, scale)
             if out is not None:
                 return AttentionOutput(out, state=state)
         scoring = Scoring(
             self.scores,
-            1.0 if scale is None else float(scale),
+            scale,
             call.softcap,
             call.score_mod,
             call.bias,
