@@ -49,10 +49,15 @@ class VariantUnavailable(AttnlabError, ImportError):
     """The variant is registered but something it needs is missing; the message says what to install."""
 
 
+MOST_KNOWN = 40  # names that an error message lists
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean a, b?` where something is near, then all known names: one sentence tail."""
+    """`did you mean a, b?` where something is near, then what is known, `MOST_KNOWN` names at most: one sentence tail."""
     everything = sorted(known)
     close = get_close_matches(name, everything, n=3, cutoff=0.5)
     close += [k for k in everything if len(name) > 2 and name in k and k not in close][: 3 - len(close)]
     hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
-    return f"{hint}known: {', '.join(everything) if everything else 'none'}"
+    more = len(everything) - MOST_KNOWN
+    shown = [*everything[:MOST_KNOWN], f"and {more} more"] if more > 0 else everything
+    return f"{hint}known: {', '.join(shown) or 'none'}"

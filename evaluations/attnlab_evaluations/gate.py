@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnlab import AttnlabError
+from attnlab import AttnlabError, PluginError
 
 FAILING = ("failed", "error")
 
@@ -36,6 +36,8 @@ def judge(name: str, run_checks: Callable[..., Sequence[Any]], *, device: str = 
     """Run `name`'s quick checks and sum them up. An error of attnlab's own means it cannot be had at all."""
     try:
         results = list(run_checks(name, quick=True, device=device))
+    except PluginError as error:
+        return Verdict("wrong", "the plugin is broken", message=str(error))
     except AttnlabError as error:
         return Verdict("unsupported", str(error))
     known = tuple(dict.fromkeys(r.check for r in results if r.status == "known failure"))

@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.prepare()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = dispatch.run(words)
+        code = dispatch.run(words, in_process=argv is not None)
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse's --help and --version, or a plugin's command
+    except SystemExit as stop:  # argparse's --help, or a plugin's command
         return _code_of(stop)
     except KeyboardInterrupt:
         terminal.say("interrupted")

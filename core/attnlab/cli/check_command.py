@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from attnlab.cli import tables, terminal
 from attnlab.cli.check_report import WRONG, report, summary
 from attnlab.cli.selection import is_pattern, select
 from attnlab.conformance.sharing import Workers, usable_cores
-from attnlab.errors import InvalidInput, PluginError, VariantUnavailable, nearest
+from attnlab.errors import AttnlabError, InvalidInput, PluginError, nearest
 
 if TYPE_CHECKING:
     from attnlab.conformance import CheckResult
@@ -70,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=_jobs,
         metavar="N",
-        help=f"processes that share the checks (default: one for each core, at most {MOST_JOBS}; 1 with --only, --case, a GPU)",
+        help=f"processes that share the checks, at most one for each core (default: {MOST_JOBS} at most; 1 with --only, --case or a GPU)",
     )
     parser.add_argument("--format", choices=tables.FORMATS, default="table")
 
@@ -103,38 +104,57 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workers(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
-    """The processes that share all the checks; None where this one does them: some checks, a GPU, or --jobs 1."""
-    usual = 1 if args.only or args.device != "cpu" else min(usable_cores(), MOST_JOBS)
-    jobs = args.jobs or usual
-    return Workers(jobs) if jobs > 1 and args.case is None else nullcontext()
+    """The processes that run the checks: one for some checks or a GPU. None: this one does, for --jobs 1 and for `main([...])`.
+
+    Processes begin by importing the main program again, which only the command itself is made for.
+    """
+    jobs = args.jobs
+    if jobs is None and args.in_process:
+        return nullcontext()
+    if jobs is None:
+        jobs = 1 if args.only or args.case is not None or args.device != "cpu" else _at_most(MOST_JOBS)
+        return Workers(jobs)
+    return Workers(_at_most(jobs)) if jobs > 1 else nullcontext()
+
+
+def _at_most(jobs: int) -> int:
+    return min(jobs, usable_cores())
 
 
 def _check(args: argparse.Namespace, names: Sequence[str], workers: Workers | None) -> int:
     exact = {name for name in args.names if not is_pattern(name)}
     results: list[CheckResult] = []
-    unusable: dict[str, str] = {}
+    unusable: dict[str, AttnlabError] = {}
     for number, name in enumerate(names, 1):
         counted = f" ({number} of {len(names)})" if len(names) > 1 else ""
+        started = time.monotonic()
         try:
             found = _checked(name, args, workers, f"checking {name}{counted}")
             doubt = _unverified(name, workers)
-        except (VariantUnavailable, PluginError) as problem:
-            unusable[name] = str(problem)
+        except AttnlabError as problem:
+            if len(names) == 1 or str(problem).startswith("only:"):  # which is wrong for every one
+                raise
+            unusable[name] = problem
             terminal.say(str(problem))
             continue
         results += found
         if args.format == "table":
-            print(report(name, found, every=bool(args.only), unverified=doubt), flush=True)
+            took = time.monotonic() - started
+            print(report(name, found, every=bool(args.only), unverified=doubt, seconds=took), flush=True)
     if args.format != "table":
         print(tables.render([record(result) for result in results], COLUMNS, args.format))
     elif len(names) > 1:
-        print(summary(results, unusable))
+        print(summary(results, {name: str(problem) for name, problem in unusable.items()}))
     if any(result.status in WRONG for result in results):
         return 1
     if all(result.status == "not applicable" for result in results) and not unusable:
         why = next((result.message for result in results if result.message), "no check applies")
         raise InvalidInput(f"nothing was checked of {', '.join(names)}: {why}")
-    return 2 if exact & set(unusable) or not results else 0
+    if exact & set(unusable) or all(result.status == "not applicable" for result in results):
+        return 2
+    # What cannot be had here is no fault of a pattern; a broken plugin is one of the plugin.
+    broken = [problem for problem in unusable.values() if isinstance(problem, PluginError)]
+    return 1 if broken else 0
 
 
 def _judge_the_suite(args: argparse.Namespace) -> int:
@@ -144,9 +164,10 @@ def _judge_the_suite(args: argparse.Namespace) -> int:
     useless = [f"NAME ({short(args.names[0])})"] if args.names else []
     useless += [f"--{word}" for word in ("only", "case") if getattr(args, word)]
     useless += ["--device"] if args.device != "cpu" else []
+    useless += ["--quick"] if args.quick and args.thorough else []
     if useless:
         raise InvalidInput(f"--mutants judges the whole suite on the CPU; leave out {', '.join(useless)}")
-    return kill_table.run(args.format, not args.thorough, args.jobs or usable_cores())
+    return kill_table.run(args.format, not args.thorough, _at_most(args.jobs or MOST_JOBS))
 
 
 def _unverified(name: str, workers: Workers | None) -> str:
@@ -192,7 +213,7 @@ def _checked(name: str, args: argparse.Namespace, workers: Workers | None, title
 
 def _results(name: str, args: argparse.Namespace, workers: Workers | None) -> Iterator[CheckResult]:
     if workers is not None:
-        return workers.iter_checks(name, only=args.only, quick=args.quick, device=args.device)
+        return workers.iter_checks(name, only=args.only, case=args.case, quick=args.quick, device=args.device)
     from attnlab.conformance import iter_checks
 
     return iter_checks(name, only=args.only, case=args.case, quick=args.quick, device=args.device)

@@ -20,17 +20,26 @@ STATUSES = ("passed", "failed", "error", "refused", "known failure", "not applic
 REASON = 200  # characters of a reason why something does not apply
 
 
-def report(name: str, results: Sequence[CheckResult], *, every: bool, unverified: str = "") -> str:
+def report(
+    name: str,
+    results: Sequence[CheckResult],
+    *,
+    every: bool,
+    unverified: str = "",
+    seconds: float | None = None,
+) -> str:
     """One variant's topics with counts and times, then what failed by check: `every` case, or the first ones.
 
-    unverified: why nothing outside the variant vouches for its formula, "" where something does.
+    unverified: why nothing outside the variant vouches for its formula, "" where something does. seconds: how long it took,
+    where checks ran beside each other.
     """
     topics = grouped(results, "topic")
     wrong = [result for result in results if result.status in WRONG]
     verdict = terminal.paint("wrong", "red") if wrong else terminal.paint("right", "green")
     if all(result.status == "not applicable" for result in results):
         verdict = "not checked"
-    lines = [f"{terminal.paint(name, 'bold')}: {verdict} ({_counted(results)}; {_seconds(results)})"]
+    took = _seconds(results) if seconds is None else f"{seconds:.1f} s"
+    lines = [f"{terminal.paint(name, 'bold')}: {verdict} ({_counted(results)}; {took})"]
     if unverified:
         lines.append(f"  {terminal.paint('formula unverified', 'yellow')}: {unverified}")
     room = max((tables.display_width(topic) for topic in topics), default=0)
@@ -51,8 +60,11 @@ def summary(results: Sequence[CheckResult], unusable: Mapping[str, str]) -> str:
     """One line over all variants."""
     variants = dict.fromkeys(result.variant for result in results)
     wrong = dict.fromkeys(result.variant for result in results if result.status in WRONG)
-    parts = [f"{len(variants) - len(wrong)} right"]
+    judged = dict.fromkeys(result.variant for result in results if result.status != "not applicable")
+    parts = [f"{len(judged) - len(wrong)} right"]
     parts += [f"{len(wrong)} wrong: {', '.join(wrong)}"] if wrong else []
+    idle = [name for name in variants if name not in judged]
+    parts += [f"{len(idle)} not checked: {', '.join(idle)}"] if idle else []
     parts += [f"{len(unusable)} unavailable: {', '.join(unusable)}"] if unusable else []
     return f"{len(variants) + len(unusable)} variants: {'; '.join(parts)}"
 
@@ -70,7 +82,7 @@ def _failures(members: Sequence[CheckResult], limit: int) -> list[str]:
     lines = []
     for result in members[:limit]:
         lines.append(
-            f"  {terminal.paint(result.status, 'red')}: {result.check} ({result.topic}), {result.case}"
+            f"  {terminal.paint(result.status, 'red')}: {result.check} ({result.topic}){f', {result.case}' if result.case else ''}"
         )
         lines.append(textwrap.indent(result.message.rstrip() or "no message", "    "))
         lines.append(f"    repeat: {result.repeat}")

@@ -58,9 +58,10 @@ class Parser(argparse.ArgumentParser):
         raise InvalidInput(f"{message}; `{self.prog} --help` shows how")
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: Sequence[str], *, in_process: bool = False) -> int:
     """Run the command that `words` name and return its exit code.
 
+    in_process: whether the command was called from a program, which other processes must not run again.
     `InvalidInput` for anything typed wrong; whatever the command raises passes through.
     """
     before, after = split(words)
@@ -75,6 +76,7 @@ def run(words: Sequence[str]) -> int:
         _print_help(top)
         return 0 if globally.help else 2
     execute, args = parse(after, globally.registry or [])
+    args.in_process = in_process
     with registry_files(args.registry):
         code = execute(args)
     if code is not None and not isinstance(code, int):

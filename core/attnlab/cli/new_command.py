@@ -102,7 +102,8 @@ def _package(args: argparse.Namespace, folder: Path) -> list[str]:
     _require_free_name(args.name, folder)
     files, home = filling.package_files(args.name, args.family), folder / args.name
     write_folder(home, files)
-    commands = [f"python -m pip install -e {_typed(home, as_path=True)}", *_commands(args.name, home)]
+    with_tests = Path(f"{home}[test]")  # and pytest
+    commands = [f"python -m pip install -e {_typed(with_tests, as_path=True)}", *_commands(args.name, home)]
     return [*(f"wrote {home / file}" for file in files), "", "next:", *(f"  {line}" for line in commands)]
 
 
@@ -168,7 +169,7 @@ def _told(
 def _commands(name: str, tests: Path) -> list[str]:
     return [
         f"attnlab check {name}",
-        "pytest" if tests == Path() else f"pytest {_typed(tests)}",
+        "python -m pytest" if tests == Path() else f"python -m pytest {_typed(tests)}",
         f"attnlab compare --variants {name}",
     ]
 

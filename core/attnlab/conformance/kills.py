@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from attnlab.conformance.mutants import MUTANTS, Mutant
 from attnlab.conformance.results import CheckResult
 from attnlab.conformance.runner import iter_checks
+from attnlab.conformance.sharing import Workers
 
 _T = TypeVar("_T")
 
@@ -93,8 +92,8 @@ def _shared(work: Callable[[int], _T], numbers: Iterable[int], workers: int) -> 
     if workers < 2:
         yield from map(work, numbers)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(work, numbers)
+    with Workers(workers) as shared:
+        yield from shared.map(work, numbers)
 
 
 def _kill_at(number: int) -> Kill:

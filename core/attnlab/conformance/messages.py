@@ -95,9 +95,14 @@ def demand_close(
     sees = "" if inputs is None else _what_it_sees(inputs, worst, got.shape)
     raise AssertionError(
         f"{where(variant, case)}: {what} differs from {versus} at {index_of(what, worst, got.shape)}: "
-        f"got {a:.6g}, expected {b:.6g}{sees}, error {float(gap.flatten()[worst]):.3g} > bound {limit.limit:.3g} "
+        f"got {_apart(a, b)}, expected {_apart(b, a)}{sees}, error {float(gap.flatten()[worst]):.3g} > bound {limit.limit:.3g} "
         f"({limit.origin}); {over} of {gap.numel()} elements are outside. {advice}"
     )
+
+
+def _apart(x: float, other: float) -> str:
+    """`x` with six digits, or with as many as tell it from `other`."""
+    return next((f"{x:.{n}g}" for n in range(6, 17) if f"{x:.{n}g}" != f"{other:.{n}g}"), f"{x:.17g}")
 
 
 def _what_it_sees(inputs: Any, flat: int, shape: torch.Size) -> str:

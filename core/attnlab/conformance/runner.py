@@ -13,7 +13,7 @@ from attnlab.capabilities import ASKABLE, KnownFailure
 from attnlab.conformance.check import Check, NotApplicable
 from attnlab.conformance.messages import where
 from attnlab.conformance.plan import Planned, all_checks, cases_of, selected
-from attnlab.conformance.results import CheckResult, Status
+from attnlab.conformance.results import BAD, CheckResult, Status
 from attnlab.conformance.subject import Subject, subject_of
 from attnlab.conformance.unexpected import unexpected
 from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, nearest
@@ -49,7 +49,7 @@ def iter_checks(
 ) -> Iterator[CheckResult]:
     """The results of `run_checks` one by one, as they come."""
     checks = selected(only)
-    subject = subject_of(variant)
+    subject = subject_of(variant, device)
     known = known_failures_of(subject)
     matched, ids = case is None, set()
     for check in checks:
@@ -66,7 +66,8 @@ def iter_checks(
             yield result
         met = "known failure" in statuses or set(statuses) == {"not applicable"}
         if expected is not None and case is None and not met:
-            yield from still_failing(subject, check, expected, quick=quick, device=device)
+            bad = any(status in BAD for status in statuses)
+            yield from still_failing(subject, check, expected, quick=quick, device=device, bad=bad)
     if not matched:
         raise InvalidInput(
             f"case: no case of {subject.name} is called {case!r}; {nearest(str(case), ids - {''})}"
@@ -100,21 +101,26 @@ def known_failures_of(subject: Subject) -> dict[str, KnownFailure]:
 
 
 def still_failing(
-    subject: Subject, check: Check, expected: KnownFailure, *, quick: bool, device: str
+    subject: Subject, check: Check, expected: KnownFailure, *, quick: bool, device: str, bad: bool = False
 ) -> Iterator[CheckResult]:
     """What a strict known failure that was not met comes to.
 
-    Where a quick run left cases out, those are looked at first; then the declaration itself is the failure.
+    Where a quick run left cases out, those are looked at first; then the declaration itself is the failure, unless cases
+    failed in another way than it says (`bad`, and those that are looked at here).
     """
+    wrong = bad
     if quick:
         tried = {p.id for p in cases_of(check, subject, quick=True, device=device)}
         for planned in cases_of(check, subject, quick=False, device=device):
             if planned.case is not None and planned.id not in tried:
                 result = execute(subject, planned, expected)
+                wrong = wrong or not result.ok
                 if result.status != "passed":
                     yield result
                 if result.status == "known failure":
                     return
+    if wrong:  # which says enough
+        return
     yield CheckResult(
         variant=subject.name,
         check=check.name,
@@ -128,7 +134,7 @@ def still_failing(
 
 
 def execute(subject: Subject, planned: Planned, expected: KnownFailure | None = None) -> CheckResult:
-    """Run one planned case: one result; no exception but KeyboardInterrupt and SystemExit leaves it."""
+    """Run one planned case: one result; no exception but KeyboardInterrupt leaves it, sys.exit() included."""
     check = planned.check
     started = time.perf_counter()
     threads = torch.get_num_threads()
@@ -172,14 +178,14 @@ def _outcome(subject: Subject, planned: Planned, expected: KnownFailure | None) 
                 _one_line(fault) or f"{subject.name}: an assert without a message failed",
             )
             status, message = _expected(status, message, expected, fault)
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             message = f"{where(subject.probe, case)}: {unexpected(fault)}"
             status, message = _expected("error", message, expected, fault)
     return status, message
 
 
 def _expected(
-    status: Status, message: str, expected: KnownFailure | None, fault: Exception
+    status: Status, message: str, expected: KnownFailure | None, fault: BaseException
 ) -> tuple[Status, str]:
     if expected is not None and isinstance(fault, expected.raises):
         return "known failure", f"{expected.reason}: {message}"

@@ -1,15 +1,22 @@
-"""All checks of registered variants, shared among processes. The process that asks needs only the standard library."""
+"""Checks run in processes of their own: shared among several, apart from the one that asks. That one needs only the standard library.
+
+A variant that ends its process, by `os._exit` or by native code that writes where it must not, costs the check at fault and not
+the run. What it prints goes to stderr, so that a report on stdout stays whole.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from typing import Any, TypeVar
 
 from attnlab.conformance.results import CheckResult
@@ -17,10 +24,15 @@ from attnlab.errors import PluginError
 
 _T = TypeVar("_T")
 
-SILENT = (
-    "the process ended without a word, as native code does that reads or writes where it must not; "
-    "`python -X faulthandler -m attnlab check NAME --jobs 1` shows where"
-)
+MOST_BROKEN = 3  # checks that end their process before the others are left alone: each costs a process
+
+
+def silent(name: str) -> str:
+    """What is said of a variant that ended its process."""
+    return (
+        f"{name}: the process ended without a word, as by os._exit or by native code that reads or writes where it must not; "
+        f"`python -X faulthandler -m attnlab check {name} --jobs 1` may show where"
+    )
 
 
 def usable_cores() -> int:
@@ -32,10 +44,9 @@ def usable_cores() -> int:
 
 
 class Workers:
-    """`count` processes that run checks by name; a context manager.
+    """`count` processes that run checks by name; a context manager, which kills them where its body raises.
 
-    Each reads the registry anew: names that were registered only in this process are unknown there. A variant that ends a
-    process costs the check at fault, not the run.
+    Each reads the registry anew: names that were registered only in this process are unknown there.
     """
 
     def __init__(self, count: int) -> None:
@@ -45,88 +56,153 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, *how: object) -> None:
+    def __exit__(self, kind: object, *how: object) -> None:
+        if kind is not None:  # what a check is busy with may never end
+            for child in active_children():
+                child.kill()
         self._pool.shutdown(cancel_futures=True)
+
+    def map(self, work: Callable[[int], _T], numbers: Iterable[int]) -> Iterator[_T]:
+        """`work(n)` for every number, in order."""
+        for future in [self._submit(work, n) for n in numbers]:
+            yield future.result()
 
     def why_unverified(self, name: str) -> str:
         """`attnlab.conformance.why_unverified(name)`."""
         return self._ask(_why_unverified, name)
 
     def iter_checks(
-        self, name: str, *, only: Sequence[str] | None, quick: bool, device: str
+        self, name: str, *, only: Sequence[str] | None, case: str | None, quick: bool, device: str
     ) -> Iterator[CheckResult]:
         """The results of `attnlab.conformance.iter_checks`, in its order; it raises what that raises.
 
         `PluginError` where the process ends while the variant is imported or made.
         """
         try:
-            checks = self._ask(_checks, name, only)
+            checks = self._ask(_checks, name, only, device)
         except BrokenProcessPool:
-            raise PluginError(f"{name}: {SILENT}") from None
-        shared = [self._pool.submit(_results, name, check, quick, device) for check, _ in checks]
+            raise PluginError(silent(name)) from None
+        if case is not None:
+            yield from self._alone(name, checks, only, case, quick, device)
+            return
+        shared = [self._submit(_results, name, check, None, quick, device) for check, _ in checks]
         for number, future in enumerate(shared):
             try:
                 results = future.result()
             except BrokenProcessPool:  # which of the checks under way it was is found out one by one
-                for check, topic in checks[number:]:
-                    yield from self._alone(name, check, topic, quick, device)
+                yield from self._one_by_one(name, checks[number:], quick, device)
                 return
             yield from results
 
-    def _alone(self, name: str, check: str, topic: str, quick: bool, device: str) -> list[CheckResult]:
+    def _one_by_one(
+        self, name: str, checks: Sequence[tuple[str, str]], quick: bool, device: str
+    ) -> Iterator[CheckResult]:
+        self.count, broken = 1, 0
+        for number, check in enumerate(checks):
+            results = self._alone(name, [check], check[0], None, quick, device)
+            yield from results
+            broken += any(silent(name) == r.message for r in results)
+            if broken == MOST_BROKEN and number + 1 < len(checks):
+                more = f"{broken} checks ended their process; the {len(checks) - number - 1} after this one were not run"
+                yield _error(name, check, device, f"{name}: {more}")
+                return
+
+    def _alone(
+        self,
+        name: str,
+        checks: Sequence[tuple[str, str]],
+        only: Sequence[str] | str | None,
+        case: str | None,
+        quick: bool,
+        device: str,
+    ) -> list[CheckResult]:
         try:
-            return self._ask(_results, name, check, quick, device)
+            return self._ask(_results, name, only, case, quick, device)
         except BrokenProcessPool:
-            ended = CheckResult(
-                variant=name, check=check, topic=topic, case="", status="error", message=f"{name}: {SILENT}"
-            )
-            return [ended]
+            return [_error(name, checks[0], device, silent(name))]
+
+    def _submit(self, work: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        with _without_interrupts():  # a process that is being started would tell of one by a traceback
+            return self._pool.submit(work, *arguments)
 
     def _ask(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """`work(*arguments)` in one of the processes, which are made anew where the last ones broke."""
+        """`work(*arguments)` in one of the processes; once more in new ones where the last ones were broken already."""
         try:
-            future = self._pool.submit(work, *arguments)
+            return self._submit(work, *arguments).result()
         except BrokenProcessPool:
             self._pool.shutdown()
             self._pool = _pool(self.count)
-            future = self._pool.submit(work, *arguments)
-        return future.result()
+            return self._submit(work, *arguments).result()
+
+
+def _error(name: str, check: tuple[str, str], device: str, message: str) -> CheckResult:
+    return CheckResult(
+        variant=name, check=check[0], topic=check[1], case="", status="error", message=message, device=device
+    )
 
 
 def _pool(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin)
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """SIGINT is ignored meanwhile, and by processes that are started meanwhile; only the main thread can ask for that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """In a new process: Ctrl-C is for the one that asks, whose end is its own end; what a variant prints is no report."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(OSError):
+        os.dup2(2, 1)
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @lru_cache(maxsize=1)
-def _subject(name: str) -> Any:
+def _subject(name: str, device: str) -> Any:
     from attnlab.conformance.subject import subject_of
 
-    subject = subject_of(name)
+    subject = subject_of(name, device)
+    gc.collect()
     gc.freeze()  # torch's own objects live for ever and need no collector
     return subject
 
 
-def _checks(name: str, only: Sequence[str] | None) -> list[tuple[str, str]]:
+def _checks(name: str, only: Sequence[str] | None, device: str) -> list[tuple[str, str]]:
     """Names and topics of the selected checks; raises where the variant cannot be checked at all."""
     from attnlab.conformance.plan import selected
     from attnlab.conformance.runner import known_failures_of
 
     checks = selected(only)
-    known_failures_of(_subject(name))
+    known_failures_of(_subject(name, device))
     return [(check.name, check.topic) for check in checks]
 
 
 def _why_unverified(name: str) -> str:
     from attnlab.conformance.runner import why_unverified
 
-    return why_unverified(_subject(name))
+    return why_unverified(name)
 
 
-def _results(name: str, check: str, quick: bool, device: str) -> list[CheckResult]:
+def _results(
+    name: str, only: Sequence[str] | str | None, case: str | None, quick: bool, device: str
+) -> list[CheckResult]:
     from attnlab.conformance.runner import iter_checks
 
-    return list(iter_checks(_subject(name), only=check, quick=quick, device=device))
+    return list(iter_checks(_subject(name, device), only=only, case=case, quick=quick, device=device))

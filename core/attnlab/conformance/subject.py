@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Subject:
         return seeded(self.make, case)
 
 
-def subject_of(given: Any) -> Subject:
+def subject_of(given: Any, device: str = "cpu") -> Subject:
     """A `Subject` as it is, or from a registered name, an `Attention` class, or an instance (its siblings share its options)."""
     from attnlab.interface import Attention
 
@@ -68,18 +68,23 @@ def subject_of(given: Any) -> Subject:
             return registry.create(given, **sizes)
 
         return Subject(
-            given, by_name, registered=True, **_probed(by_name, registry.variant_class(given).capabilities)
+            given,
+            by_name,
+            registered=True,
+            **_probed(by_name, registry.variant_class(given).capabilities, device),
         )
     if isinstance(given, type) and issubclass(given, Attention):
         name = given.name or given.__name__
-        return Subject(name, given, registered=False, **_probed(given, given.capabilities))
+        return Subject(name, given, registered=False, **_probed(given, given.capabilities, device))
     if isinstance(given, Attention):
         original = given
 
         def sibling(**sizes: int) -> Any:
             return like(original, **sizes)
 
-        return Subject(given.name, sibling, registered=False, **_probed(sibling, type(given).capabilities))
+        return Subject(
+            given.name, sibling, registered=False, **_probed(sibling, type(given).capabilities, device)
+        )
     raise InvalidInput(
         f"run_checks: expected a registered name, an Attention class or an instance of one, got {given!r}; "
         f"`attnlab.names()` lists the registered names"
@@ -90,12 +95,12 @@ HEADS: tuple[Heads, ...] = ((None, None), (None, 1), (1, 1))
 """Numbers of heads that are tried: as cases ask for them, one key/value head, one head."""
 
 
-def _probed(make: Callable[..., Any], ceiling: Capabilities) -> dict[str, Any]:
+def _probed(make: Callable[..., Any], ceiling: Capabilities, device: str) -> dict[str, Any]:
     """An instance at the base sizes, with as few restrictions on its heads as it lets pass, and whether it is random."""
     base = Case(dtype=sorted(ceiling.dtypes, key=_width)[-1] if ceiling.dtypes else "float32")
     refusals = []
     for heads in HEADS:
-        fit = fitted(base, ceiling.head_dims, "cpu", heads)
+        fit = fitted(base, ceiling.head_dims, device, heads)
         try:
             probe = seeded(make, fit, place=False)
         except UnsupportedRequest as refusal:
@@ -158,8 +163,3 @@ def like(variant: Any, **sizes: int) -> Any:
             break
         other.load_state_dict(mine)
     return other.train(variant.training)
-
-
-def resized(case: Case, **sizes: Any) -> Case:
-    """The case with other sizes; a convenience for checks that compare two geometries."""
-    return replace(case, **sizes)

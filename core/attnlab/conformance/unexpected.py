@@ -47,18 +47,21 @@ _OURS = str(Path(attnlab.__file__).resolve().parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 
 
-def unexpected(fault: Exception) -> str:
+def unexpected(fault: BaseException) -> str:
     """`RuntimeError where none was expected: <text>, at my_variant.py:23 in attend. <advice>`."""
     if os.environ.get("ATTNLAB_DEBUG"):
         traceback.print_exception(fault)
-    text = " ".join(str(fault).split())
+    try:
+        text = " ".join(str(fault).split())
+    except Exception:  # an exception whose own __str__ raises
+        text = "its message cannot be read"
     advice = next((told for words, told in ADVICE if words in text.lower()), "")
     advice = f"{advice[0].upper()}{advice[1:]}" if advice else "ATTNLAB_DEBUG=1 prints the traceback"
     return f"{type(fault).__name__} where none was expected: {text.rstrip('.')}{_place(fault)}. {advice}"
 
 
-def _place(fault: Exception) -> str:
-    """Where the author's own code was: the last frame outside torch and attnlab, else the last of attnlab."""
+def _place(fault: BaseException) -> str:
+    """Where it came from, as near to the author's own code as can be told: the last frame outside torch and attnlab, else the last of attnlab."""
     frames = traceback.extract_tb(fault.__traceback__)
     paths = [(frame, str(Path(frame.filename).resolve())) for frame in frames]
     outside = [frame for frame, path in paths if not path.startswith((_OURS, _TORCH)) and Path(path).exists()]

@@ -68,7 +68,7 @@ def make(
             raise _not_accepted(entry, cls, unexpected[1], set(accepted) - {unexpected[1]}) from error
         words = asked.told(sentence(error, options.values()))
         raise InvalidInput(f"{words} (options: {_shown(options)})") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A stranger's __init__ may raise anything: the plugin is broken then, not the call.
         if "OutOfMemory" in type(error).__name__:
             raise

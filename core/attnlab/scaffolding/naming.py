@@ -55,6 +55,8 @@ def check_name(name: str, folder: Path) -> None:
         why = "Windows keeps it for a device"
     elif _means_something_in_yaml(name):
         why = "unquoted it is no text in YAML"
+    elif f"attnlab_{name}" in ("attnlab_plugins", "attnlab_evaluations"):
+        why = f"its package would be attnlab's own attnlab_{name}"
     elif place := _importable(name, folder):
         why = f"{name}.py would hide the module {name!r} ({place})"
     if why:

@@ -56,7 +56,7 @@ def test_a_variant_its_row_and_its_test_are_written_and_the_next_commands_told(
         "",
         "next:",
         "  attnlab check my_variant",
-        "  pytest",
+        "  python -m pytest",
         "  attnlab compare --variants my_variant",
     ]
     files = found(tmp_path)
@@ -107,7 +107,14 @@ def test_what_is_written_passes_every_check(run: Run, family: str) -> None:
 def test_pytest_finds_the_variant_by_the_name_in_the_folder(run: Run, tmp_path: Path) -> None:
     assert run("new", "my_variant")[0] == 0
     done = python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "golden_cases or registry_row", cwd=tmp_path
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "golden_cases or registry_row",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
@@ -376,9 +383,9 @@ def test_a_package_is_a_folder_that_pip_can_install(run: Run, tmp_path: Path) ->
         assert line in project.splitlines()
     assert "$" not in "".join(files.values())
     assert [line.strip() for line in out.partition("next:\n")[2].splitlines()] == [
-        f"python -m pip install -e {os.path.join('.', 'my_variant')}",
+        f"python -m pip install -e '{os.path.join('.', 'my_variant[test]')}'",
         "attnlab check my_variant",
-        "pytest my_variant",
+        "python -m pytest my_variant",
         "attnlab compare --variants my_variant",
     ]
     listed = Registry.from_files(tmp_path / "my_variant/src/attnlab_my_variant/registry.yaml")

@@ -131,6 +131,8 @@ def check_deterministic_mode_is_honoured(variant: Any, case: Case) -> None:
     except RuntimeError as refusal:
         if "CUBLAS_WORKSPACE_CONFIG" in str(refusal):
             raise NotApplicable("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the process starts") from None
+        if "determinis" not in str(refusal):  # no refusal: something fails on fresh memory that holds NaN
+            raise
         demand(
             not variant.capabilities.deterministic,
             variant,

@@ -27,6 +27,7 @@ from attnlab.conformance.inputs import Inputs, draw
 from attnlab.conformance.messages import demand
 from attnlab.conformance.watching import DispatchMode
 
+LONGEST = 60.0  # seconds for two small calls
 PATIENCE = 0.5
 """Seconds that a thread waits for its turn before it goes on without: the other one may wait for a lock."""
 ADVICE = (
@@ -186,8 +187,9 @@ def _taking_turns(jobs: list[Callable[[], Answer]], files: set[str]) -> list[Ans
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    return [answers[n] for n in range(len(jobs))]
+        thread.join(LONGEST)
+    stuck = TimeoutError(f"it has not ended after {LONGEST:.0f} s, as where each waits for the other")
+    return [answers.get(n, stuck) for n in range(len(jobs))]
 
 
 def _files_of(variant: Any) -> set[str]:
