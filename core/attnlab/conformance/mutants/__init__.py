@@ -14,6 +14,7 @@ from attnlab.conformance.mutants import (
     behaviour,
     claims,
     constructors,
+    corners,
     dropouts,
     engines,
     formulas,
@@ -117,4 +118,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *surroundings.MUTANTS,
     *transforms.MUTANTS,
     *graphs.MUTANTS,
+    *corners.MUTANTS,
 )
