@@ -143,6 +143,9 @@ def check_modes_agree(variant: Any, case: Case) -> None:
                 recorded = {n: x.clone().requires_grad_() for n, x in inputs.tensors().items()}
                 with torch.enable_grad():
                     answers[f"{word}, grad"] = inputs.rebuilt(recorded).run(variant).out.detach()
+        variant.eval()
+        with torch.no_grad():
+            answers["eval, no_grad, after training"] = inputs.run(variant).out
     finally:
         variant.train(was)
     first, expected = next(iter(answers.items()))

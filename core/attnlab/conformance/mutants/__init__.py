@@ -12,6 +12,7 @@ from attnlab.conformance.mutants import (
     author_scores,
     backwards,
     behaviour,
+    between_calls,
     claims,
     constructors,
     corners,
@@ -119,4 +120,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *transforms.MUTANTS,
     *graphs.MUTANTS,
     *corners.MUTANTS,
+    *between_calls.MUTANTS,
 )
