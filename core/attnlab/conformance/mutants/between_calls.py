@@ -107,6 +107,14 @@ class AveragesWhileTraining(TextbookAttention):
         return scale
 
 
+class TrainsKeysAtHalfTheRate(TextbookAttention):
+    """In training mode half of what reaches the keys is lost backward."""
+
+    def grouped(self, x: Tensor) -> Tensor:
+        x = super().grouped(x)
+        return x.detach() / 2 + x / 2 if self.training else x
+
+
 class SeedsPython(TextbookAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         random.seed(0)
@@ -150,6 +158,7 @@ MUTANTS = (
     ),
     Mutant(ReordersTakeTheWholeStore, "copies_of_cropped_states_continue", "beams bring cropped tokens back"),
     Mutant(AveragesWhileTraining, "modes_agree", "training calls move what later calls use"),
+    Mutant(TrainsKeysAtHalfTheRate, "modes_agree", "another backward in training mode"),
     Mutant(SeedsPython, "calls_leave_settings_alone", "random.seed() in a forward"),
     Mutant(SeedsWhenItIsMade, "calls_leave_settings_alone", "torch.manual_seed() in a constructor"),
     Mutant(SetsThePrecisionWhenItIsMade, "calls_leave_settings_alone", "a setting changed by a constructor"),
