@@ -196,6 +196,11 @@ def _judged_refusal(subject: Subject, planned: Planned, refusal: UnsupportedRequ
     """A refused combination is fine, where each part is declared; a declared askable refused on its own is not."""
     assert planned.case is not None
     asked = list(planned.case.askables)
+    if _comes_late(refusal):
+        return "failed", (
+            f"{where(subject.probe, planned.case)}: attend() refused what the gate had let pass: {refusal}. "
+            "Let supports() name it, or `conflicts`: then it is refused before any tensor work, and tools that choose know"
+        )
     if len(asked) > 1 or planned.check.asks_more:
         return "not applicable", f"it refuses this combination: {refusal}"
     named = {reason.feature for reason in refusal.reasons}
@@ -206,6 +211,15 @@ def _judged_refusal(subject: Subject, planned: Planned, refusal: UnsupportedRequ
         f"{where(subject.probe, planned.case)}: {what} is declared and refused: {refusal}. "
         "Serve it, or do not declare it"
     )
+
+
+def _comes_late(refusal: UnsupportedRequest) -> bool:
+    """Whether a variant's own code raised it in the middle of a call, rather than the gate before."""
+    trace, names = refusal.__traceback__, []
+    while trace is not None:
+        names.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    return bool({"attend", "absorb"} & set(names)) and "supports" not in names
 
 
 def _one_line(fault: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -57,6 +58,29 @@ def check_sizes_are_kept_and_judged(variant: Any, case: Case) -> None:
             f"it was made with {name}={asked} and says {name}={kept}",
             "Hand every size on to super().__init__",
         )
+    few = {"num_heads": case.num_heads, "head_dim": case.head_dim}
+    usual = {"num_kv_heads": case.num_heads, "key_dim": case.head_dim, "value_dim": case.head_dim}
+    free = case.num_kv_heads == case.num_heads
+    for word, given in (("left out", {}), ("None", dict.fromkeys(usual))):
+        try:
+            made = type(variant)(**few, **given, **variant.options)
+        except AttnlabError:  # it needs another number of heads, say
+            continue
+        except Exception as other:
+            raise AssertionError(
+                f"{where(variant, case)}: with {', '.join(usual)} {word} it cannot be made: "
+                f"{type(other).__name__}: {other}. Read sizes from self, after super().__init__ has settled them"
+            ) from other
+        kept = {name: getattr(made, name) for name in usual}
+        if not free:  # as one that has a single key/value head by design
+            kept["num_kv_heads"] = case.num_heads
+        demand(
+            kept == usual,
+            variant,
+            case,
+            f"with {', '.join(usual)} {word} it has {kept}, expected {usual}",
+            "Key/value heads are as many as heads, keys as wide as queries, values as wide as keys",
+        )
     bad: list[dict[str, Any]] = [{name: size} for name in case.geometry for size in (0, -1, 1.5, True)]
     bad.append({"num_heads": 4, "num_kv_heads": 3})
     for sizes in bad:
@@ -93,7 +117,7 @@ def check_options_are_honoured(variant: Any, case: Case) -> None:
     if not variant.options:
         raise NotApplicable("it has no options")
     for name, value in variant.options.items():
-        for other in _other_values(value):
+        for other in (*_other_values(value), *_other_words(variant, case, name)):
             options = {**variant.options, name: other}
             told = f"with {name}={other!r}"
             try:
@@ -220,6 +244,19 @@ def _other_values(value: Any) -> list[Any]:
     if isinstance(value, float):
         return [1.5 * value + 0.25]
     return [f"{value}_no_such_value"] if isinstance(value, str) else []
+
+
+def _other_words(variant: Any, case: Case, name: str) -> list[str]:
+    """The words that an option could hold instead: those that the refusal of an unknown one tells, if it is given one."""
+    value = variant.options[name]
+    if not isinstance(value, str):
+        return []
+    try:
+        type(variant)(**case.geometry, **{**variant.options, name: f"{value}_no_such_value"})
+    except Exception as refusal:
+        told = re.findall(r"[\w-]+", str(refusal))
+        return [word for word in dict.fromkeys(told) if word != value and "no_such_value" not in word]
+    return []
 
 
 def _one(scope: Scope) -> Iterable[Case]:

@@ -11,12 +11,14 @@ from torch import Tensor
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import declared
+from attnlab.conformance.checks._stepping import NEEDS, feed, step
 from attnlab.conformance.derivatives import direction_for, gradients
 from attnlab.conformance.draws import require_exact, seeded_draws
 from attnlab.conformance.inputs import Inputs, define, draw, reduction_terms
 from attnlab.conformance.messages import demand, demand_close
 from attnlab.conformance.tolerances import Bound, largest, rounding_bound
 
+ADVICE_STATE = "A step drops like any other call: past and new keys alike"
 SIGMAS = 6.0
 """A correct variant misses a 6 sigma bound twice in 10^9 draws, and the draws are seeded."""
 
@@ -119,6 +121,42 @@ def check_dropout_backward_uses_the_forward_mask(variant: Any, case: Case) -> No
     )
 
 
+def check_dropout_reaches_past_and_new_keys(variant: Any, case: Case) -> None:
+    """With a state a share p of the weights is dropped too, of past keys and of new ones, and the kept are divided by 1 - p."""
+    require_linear(variant, draw(case, variant))
+    inputs, weights = _identity_values(variant, case)
+    require_exact(variant, inputs)
+    past, p = case.key_length // 2, 0.5
+    with torch.no_grad(), seeded_draws(1, case.device):
+        _, state = feed(variant, inputs, [past])
+        seen = step(variant, inputs, past, case.query_length, state, dropout_p=p).out.double()
+    weights = weights[:, :, past:]
+    counted = weights > 1e-3
+    kept = (seen != 0) & counted
+    demand_close(
+        seen,
+        torch.where(kept, weights / (1 - p), torch.where(counted, 0.0, seen)),
+        rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=1 / (1 - p)),
+        variant,
+        case,
+        what="weights after dropout",
+        versus=f"weight / (1 - p) where kept, 0 where dropped (p = {p}, after {past} tokens)",
+        advice=ADVICE_STATE,
+    )
+    for word, columns in (("past", slice(0, past)), ("new", slice(past, None))):
+        n = int(counted[..., columns].sum())
+        share = 1 - int(kept[..., columns].sum()) / n
+        bound = SIGMAS * (p * (1 - p) / n) ** 0.5
+        demand(
+            abs(share - p) <= bound,
+            variant,
+            case,
+            f"dropout_p = {p} dropped a share of {share:.4f} of {n} weights of {word} keys, bound {p} +- {bound:.4f} "
+            f"({SIGMAS:.0f} sigma of a binomial)",
+            ADVICE_STATE,
+        )
+
+
 def require_linear(variant: Any, inputs: Inputs) -> None:
     """`NotApplicable` where out is not linear in value, by claim and by definition: a null slot may carry a value of its own."""
     if variant.capabilities.linear_in_value:
@@ -166,6 +204,11 @@ def _statistics(scope: Scope) -> Iterable[Case]:
         yield case(*declared(scope, "segments", "softcap"), **grouped)
 
 
+def _through_a_state(scope: Scope) -> Iterable[Case]:
+    sizes: dict[str, Any] = {"dtype": scope.base, "batch": 6, "query_length": 8, "key_length": 8}
+    yield case("causal", needs=(*NEEDS, "dropout"), num_heads=4, num_kv_heads=4, **sizes)
+
+
 def _cases(scope: Scope) -> Iterable[Case]:
     for labels in ((), ("causal",), ("mask",), ("gqa",)):
         yield case(*labels, needs=("dropout",), dtype=scope.base)
@@ -179,6 +222,7 @@ def _backward(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_dropout_drops_that_share, "dropout", _statistics),
+    Check(check_dropout_reaches_past_and_new_keys, "dropout", _through_a_state),
     Check(check_dropout_is_seeded, "dropout", _cases, random_too=True),
     Check(check_dropout_backward_uses_the_forward_mask, "dropout", _backward, random_too=True),
 )

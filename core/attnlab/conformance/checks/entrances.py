@@ -129,6 +129,16 @@ def check_supports_names_what_is_refused(variant: Any, case: Case) -> None:
     for feature, more in other.items():
         if not have.declares(feature):
             _demand_reason(variant, case, feature, Request.of(**{**sizes, **more}))
+    lacking = [f for f in ASKABLE if f in ASKED and not have.declares(f)]
+    every = _reasons(variant, case, Request.of(*lacking, **sizes))
+    missed = [f for f in lacking if f not in {reason.feature for reason in every}]
+    demand(
+        not missed,
+        variant,
+        case,
+        f"asked for {', '.join(lacking)} at once, supports() gives no reason for {', '.join(missed)}",
+        "List every reason, not the first one: who asks can then change all of them at once",
+    )
     for word, names in (("dtype", have.dtypes), ("device", have.devices)):
         for name in {"dtype": ("float64", "float16"), "device": ("meta", "xpu")}[word]:
             if name not in names:

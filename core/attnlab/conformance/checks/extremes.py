@@ -71,7 +71,10 @@ CONTENTS: Mapping[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Te
         lambda q, k, v: (q / 8 + 5, k / 8 - 5 * _ramp(k), v),
         "The maximum of a row is that of all its tiles so far, not of the last one",
     ),
-    "large values": (lambda q, k, v: (q, k, v * 1e4), "Values are averaged as they are, however large"),
+    "large values": (
+        lambda q, k, v: (q, k, v * (1e4 if v.dtype == torch.float16 else 1e7)),
+        "Values are averaged as they are, however large",
+    ),
 }
 """Contents by name: what becomes of query, key and value, and what a failure means."""
 SLOPING = ("rising scores", "falling scores")
@@ -134,7 +137,29 @@ def _taking_turns(x: Tensor) -> Tensor:
     return ids.masked_fill(turn == 4, -1)
 
 
+def _hides(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+    """A score_mod that hides a third of the pairs, and every key from the second query."""
+    hidden = ((q + k + h + b) % 3 == 0) | (q == 1)
+    return score + torch.zeros_like(score).masked_fill(hidden, -torch.inf)
+
+
+def _lengths_apart(x: Inputs) -> Arguments:
+    """The first item holds three keys, every other one all of them."""
+    lengths = torch.full((x.key.shape[0],), x.key.shape[2], dtype=torch.int32)
+    lengths[0] = 3
+    return {"key_lengths": lengths}
+
+
+def _offsets_apart(x: Inputs) -> Arguments:
+    """The first item's queries stand at the first keys, every other one's at the last."""
+    offset = torch.full((x.key.shape[0],), x.key.shape[2] - x.query.shape[2], dtype=torch.int32)
+    offset[0] = 0
+    return {"causal": True, "offset": offset}
+
+
 _SHORT, _LONGER = {"query_length": 5, "key_length": 9}, {"query_length": 9, "key_length": 5}
+_MANY = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 140, "key_length": 140}
+_APART = {**_MANY, "batch": 2, "query_length": 40}
 EDGES: Mapping[str, Edge] = {
     "scale=0": _fixed("scale", scale=0.0),
     "scale=1": _fixed("scale", scale=1),
@@ -144,6 +169,9 @@ EDGES: Mapping[str, Edge] = {
     "window=(0, 2)": _fixed("window", window=(0, 2)),
     "window=(None, None)": _fixed("window", window=(None, None)),
     "window=(99, 99)": _fixed("window", window=(99, 99)),
+    "window=(None, 2)": _fixed("window", window=(None, 2)),
+    "window=(70, 5) of many": _fixed("window", sizes=_MANY, window=(70, 5)),
+    "window=(None, 37) of many": _fixed("window", sizes=_MANY, window=(None, 37)),
     "offset=0 and more keys": _fixed("causal", "cross_lengths", sizes=_SHORT, causal=True, offset=0),
     "offset=0 and more queries": _fixed("causal", "cross_lengths", sizes=_LONGER, causal=True, offset=0),
     "offset=99": _fixed("causal", causal=True, offset=99),
@@ -175,6 +203,17 @@ EDGES: Mapping[str, Edge] = {
     ),
     "key_lengths of one": Edge(
         ("key_mask",), lambda x: {"key_lengths": torch.ones(x.key.shape[0], dtype=torch.int32)}
+    ),
+    "lengths far apart": Edge(("key_mask", "cross_lengths"), _lengths_apart, sizes=_APART),
+    "offsets far apart": Edge(("causal", "cross_lengths"), _offsets_apart, sizes=_APART),
+    "score_mod that hides": Edge(("score_mod",), lambda x: {"score_mod": _hides}),
+    "score_mod of places alone": _fixed(
+        "score_mod", score_mod=lambda score, b, h, q, k: 0.1 * (k - q).to(score.dtype)
+    ),
+    "segments of int32": Edge(
+        ("segments",),
+        lambda x: {"segments": tuple(_taking_turns(t).to(torch.int32) for t in (x.query, x.key))},
+        ("causal",),
     ),
     "interleaved segments": Edge(
         ("segments",),
@@ -270,6 +309,8 @@ def _contents(scope: Scope) -> Iterable[Case]:
 
 def _edges(scope: Scope) -> Iterable[Case]:
     for note, edge in EDGES.items():
+        if scope.quick and edge.sizes.get("key_length", 0) > 100:
+            continue
         yield case(
             *declared(scope, *edge.labels), needs=edge.needs, dtype=scope.base, note=note, **edge.sizes
         )

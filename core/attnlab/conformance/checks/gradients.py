@@ -227,8 +227,19 @@ def _cases(scope: Scope) -> Iterable[Case]:
                 note=note,
                 **more,
             )
-    for note in ("softcap=150 and large scores", "sinks=200", "scale=0"):
-        yield case(needs=("backward", *EDGES[note].needs), dtype=scope.base, note=note)
+    for note in (
+        "softcap=150 and large scores",
+        "sinks=200",
+        "scale=0",
+        "score_mod that hides",
+        "window=(70, 5) of many",
+        "lengths far apart",
+        "offsets far apart",
+    ):
+        edge = EDGES[note]
+        yield case(needs=("backward", *edge.needs), dtype=scope.base, note=note, **edge.sizes)
+    # A width that kernels have a path of their own for, with what such a path may leave out.
+    yield case(*declared(scope, "mask", "bias", "scale"), **sizes, head_dim=64, key_dim=64, value_dim=64)
     if scope.family == "feature_map":
         return  # with few keys left its sums may be near 0, and the quotient's gradient is all cancellation
     for one in together(scope, 12):

@@ -143,6 +143,14 @@ def check_modes_agree(variant: Any, case: Case) -> None:
                 recorded = {n: x.clone().requires_grad_() for n, x in inputs.tensors().items()}
                 with torch.enable_grad():
                     answers[f"{word}, grad"] = inputs.rebuilt(recorded).run(variant).out.detach()
+        slopes: dict[bool, dict[str, Tensor]] = {}
+        if variant.capabilities.backward and not case.features:
+            for training in (False, True):
+                variant.train(training)
+                slopes[training] = gradients(variant, inputs, direction_for(inputs))[1]
+        variant.eval()
+        with torch.no_grad():
+            answers["eval, no_grad, after training"] = inputs.run(variant).out
     finally:
         variant.train(was)
     first, expected = next(iter(answers.items()))
@@ -154,6 +162,18 @@ def check_modes_agree(variant: Any, case: Case) -> None:
             expected,
             f"{first} (this is {mode})",
             "Choose code paths from the Request alone; dropout only where dropout_p is given",
+        )
+    for name, expected in slopes.get(False, {}).items():
+        size = max(largest(expected), largest(direction_for(inputs)) * largest(inputs.value))
+        demand_close(
+            slopes[True][name],
+            expected,
+            rounding_bound(case.dtype, terms=reduction_terms(case) * case.batch, magnitude=size),
+            variant,
+            case,
+            what=f"gradient of {name}",
+            versus="that in eval mode (this is train)",
+            advice="train() and eval() change dropout and nothing else, backward too",
         )
 
 

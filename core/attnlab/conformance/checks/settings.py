@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,27 +163,67 @@ def check_deterministic_mode_is_honoured(variant: Any, case: Case) -> None:
 
 
 def check_calls_leave_settings_alone(variant: Any, case: Case) -> None:
-    """A forward and a backward leave every process-wide setting as it was, and the random generator unseeded."""
+    """Making one, calls, failing ones too, and a backward leave process-wide settings as they were, and generators unseeded."""
     inputs = draw(case, variant)
-    ends = []
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # the one under test may have set it when it was made
+    try:
+        with settings_kept(variant, case, "making an instance"), seeded_draws(0, case.device):
+            kind: Any = type(variant)
+            making = partial(kind, **case.geometry, **variant.options)
+            _demand_unseeded(variant, case, "instances are made", making)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    with settings_kept(variant, case, "a call that failed"), torch.no_grad():
+        for name in ("score_mod", "mask_mod"):
+            if getattr(variant.capabilities, name):
+                with suppress(Exception):
+                    inputs.run(variant, **{name: _interrupt})
+                demand(
+                    not torch.is_grad_enabled(),
+                    variant,
+                    case,
+                    "gradients are on after a call that failed",
+                    RESTORE,
+                )
     with settings_kept(variant, case, "the call"):
         with seeded_draws(0, case.device):
-            for seed in (1, 2):
-                reseed(seed, case.device)
-                with torch.no_grad():  # not by Inputs.run, which puts the generator back
-                    variant(inputs.query, inputs.key, inputs.value, **inputs.arguments)
-                    inside = torch.is_grad_enabled()
-                demand(not inside, variant, case, "gradients are on after a call under no_grad()", RESTORE)
-                ends.append(torch.random.get_rng_state())
+            _demand_unseeded(variant, case, "calls", lambda: _called(variant, inputs))
         if variant.capabilities.backward:
             differentiated(variant, inputs, trained(variant))
-    demand(
-        not torch.equal(ends[0], ends[1]),
-        variant,
-        case,
-        "after calls from two seeds the random generator is in one state: the call seeded it",
-        "Draw from a torch.Generator of your own where a fixed seed is wanted",
-    )
+
+
+def _called(variant: Any, inputs: Inputs) -> None:
+    with torch.no_grad():  # not by Inputs.run, which puts the generator back
+        variant(inputs.query, inputs.key, inputs.value, **inputs.arguments)
+        inside = torch.is_grad_enabled()
+    demand(not inside, variant, inputs.case, "gradients are on after a call under no_grad()", RESTORE)
+
+
+def _interrupt(*_: Any) -> Any:
+    raise RuntimeError("a caller's function fails")
+
+
+def _demand_unseeded(variant: Any, case: Case, when: str, run: Callable[[], Any]) -> None:
+    """Fail where torch's or Python's generator ends in one state, whatever it was seeded with before."""
+    ends, python = [], random.getstate()
+    try:
+        for seed in (1, 2):
+            reseed(seed, case.device)
+            random.seed(seed)
+            run()
+            ends.append((torch.random.get_rng_state(), random.getstate()))
+    finally:
+        random.setstate(python)
+    (first, first_python), (second, second_python) = ends
+    for word, seeded in (("the", torch.equal(first, second)), ("Python's", first_python == second_python)):
+        demand(
+            not seeded,
+            variant,
+            case,
+            f"after {when} from two seeds {word} random generator is in one state: it was seeded inside",
+            "Draw from a torch.Generator of your own where a fixed seed is wanted",
+        )
 
 
 @contextmanager

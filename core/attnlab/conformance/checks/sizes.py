@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.derivatives import defined_gradients, direction_for, gradients
 from attnlab.conformance.draws import require_exact
 from attnlab.conformance.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
@@ -240,6 +241,8 @@ WIDTHS = (
     _sized(7, value_dim=1, batch=2),
     _sized(5, width=4, value_dim=131, **ONE),
     _sized(5, width=40, value_dim=17),
+    _sized(7, width=64, batch=2),
+    _sized(5, width=128, **ONE),
 )
 HEADS = (
     _sized(5, num_heads=1, num_kv_heads=1, batch=2),
@@ -260,7 +263,7 @@ LENGTHS = (
 
 
 def _sizes(scope: Scope) -> Iterable[Case]:
-    quick = (*SMALLEST[:4], WIDTHS[0], WIDTHS[4], WIDTHS[6], HEADS[1], HEADS[3], LENGTHS[3])
+    quick = (*SMALLEST[:4], WIDTHS[0], WIDTHS[4], WIDTHS[6], WIDTHS[9], HEADS[1], HEADS[3], LENGTHS[3])
     for sizes in quick if scope.quick else (*SMALLEST, *WIDTHS, *HEADS, *LENGTHS):
         yield case(dtype=scope.base, **sizes)
         yield case(
@@ -276,14 +279,22 @@ def _sizes(scope: Scope) -> Iterable[Case]:
                 yield case("causal", dtype=dtype, **sizes)
     yield case("negative_offset", dtype=scope.base, **SMALLEST[1])
     for label in ("key_mask_right", "mask", "window", "segments"):
-        for sizes in (SMALLEST[3], LENGTHS[0], LENGTHS[3]):
+        for sizes in (SMALLEST[3], LENGTHS[0], LENGTHS[2], LENGTHS[3]):
             yield case(label, dtype=scope.base, **sizes)
+    # The widths that kernels have a path of their own for, with everything else that such a path may leave out.
+    for sizes in WIDTHS[-2:]:
+        for labels in (
+            ("mask", "bias", "scale"),
+            ("key_mask_left", "softcap", "sinks"),
+            ("score_mod", "window"),
+        ):
+            yield case(*declared(scope, *labels), dtype=scope.base, **sizes)
 
 
 def _gradient_sizes(scope: Scope) -> Iterable[Case]:
     sizes = [SMALLEST[0], WIDTHS[0], _sized(65, **ONE)]
     if not scope.quick:
-        sizes += [SMALLEST[3], SMALLEST[4], WIDTHS[4], WIDTHS[6], HEADS[1], HEADS[3], LENGTHS[0]]
+        sizes += [SMALLEST[3], SMALLEST[4], WIDTHS[4], WIDTHS[6], WIDTHS[10], HEADS[1], HEADS[3], LENGTHS[0]]
         if not scope.stepwise:  # whose definition keeps a memory for every query and token
             sizes.append(LENGTHS[3])
     for one in sizes:

@@ -195,6 +195,34 @@ def check_cropped_states_forget(variant: Any, case: Case) -> None:
         )
 
 
+def check_copies_of_cropped_states_continue(variant: Any, case: Case) -> None:
+    """What is copied, saved, moved or reordered after a crop continues from the length that is left."""
+    inputs = draw(case, variant)
+    n = case.query_length
+    expected = _uncut(variant, inputs)
+    rows = torch.arange(case.batch, device=case.device)
+    forks: dict[str, Callable[[Any], Any]] = {"reorder()": lambda s: s.reorder(rows), **_forks(case.device)}
+    for word, fork in forks.items():
+        for capacity in (None, n):
+            with torch.no_grad():
+                _, state = feed(variant, inputs, [CUT], capacity)
+                state = step(variant, _others(variant, inputs), CUT, CUT + 2, state).state
+                try:
+                    copied = fork(state.crop(CUT))
+                except UnsupportedRequest as refusal:
+                    raise NotApplicable(f"it offers no crop: {refusal}") from None
+                demand(
+                    copied.length == CUT,
+                    variant,
+                    case,
+                    f"{word} of a state that was cropped to {CUT} tokens has length {copied.length}",
+                    "A store may hold more than counts: length says what is left",
+                )
+                rest = step(variant, inputs, CUT, n, copied).out
+            versus = f"the run that was fed {CUT} tokens (crop({CUT}), then {word}; capacity {capacity})"
+            same(variant, inputs, rest, expected, versus, "A copy carries what is left, and its length")
+
+
 def check_states_own_their_memory(variant: Any, case: Case) -> None:
     """Overwriting what a step was given or gave, and feeding another sequence in between, changes no later step."""
     inputs = draw(case, variant)
@@ -302,6 +330,10 @@ def _simple(scope: Scope) -> Iterable[Case]:
         yield case("causal", *([label] if label else []), needs=NEEDS, dtype=scope.base)
 
 
+def _one(scope: Scope) -> Iterable[Case]:
+    return list(_simple(scope))[:1]
+
+
 def _three_rows(scope: Scope) -> Iterable[Case]:
     return (replace(c, batch=3) for c in _simple(scope))
 
@@ -315,5 +347,6 @@ CHECKS = (
     Check(check_copies_carry_gradients, "state", _recorded),
     Check(check_states_reorder, "state", _three_rows),
     Check(check_cropped_states_forget, "state", _simple),
+    Check(check_copies_of_cropped_states_continue, "state", _one),
     Check(check_states_own_their_memory, "state", _simple),
 )

@@ -56,6 +56,33 @@ def check_masks_may_come_and_go(variant: Any, case: Case) -> None:
         )
 
 
+def check_arguments_hold_for_their_step(variant: Any, case: Case) -> None:
+    """A window, mask, bias, scale ... given with some steps only: those steps heed it, and it leaves no trace in the state."""
+    inputs = draw(case, variant)
+    n = case.query_length
+    bare = replace(inputs, arguments={x: y for x, y in inputs.arguments.items() if x in ("causal", "gates")})
+    spans = ((0, 3), (3, 5), (5, n))
+    told = {on: truth(variant, inputs if on else bare) for on in (True, False)}
+    for given in ((True, False, False), (False, True, False)):
+        state = fresh(variant, inputs, n)
+        for (start, stop), on in zip(spans, given, strict=True):
+            with torch.no_grad():
+                answer = step(variant, inputs if on else bare, start, stop, state)
+            state = answer.state
+            exact, limit, name = told[on]
+            with_it = [span for span, now in zip(spans, given, strict=True) if now]
+            demand_close(
+                answer.out,
+                exact[:, :, start:stop],
+                limit,
+                variant,
+                case,
+                what="out",
+                versus=f"{name} (tokens {start} to {stop - 1}; {case.features[-1]} is given with {with_it} only)",
+                advice="What a call is told holds for that call: a state keeps keys, values and absent slots, nothing else",
+            )
+
+
 def check_steps_return_weights_and_lse(variant: Any, case: Case) -> None:
     """With a state weights are [B, Hq, Lq, past + new] and lse is over past and new, as in the whole."""
     inputs = draw(case, variant)
@@ -156,6 +183,12 @@ def _come_and_go(scope: Scope) -> Iterable[Case]:
         yield case("key_mask_holes", "left_window", "causal", needs=NEEDS, dtype=scope.base)
 
 
+def _passing(scope: Scope) -> Iterable[Case]:
+    labels = ("left_window", "mask", "bias", "scale", "softcap", "score_mod", "mask_mod", "sinks")
+    for label in labels[:1] if scope.quick else labels:
+        yield case("causal", label, needs=NEEDS, dtype=scope.base)
+
+
 def _asked(scope: Scope) -> Iterable[Case]:
     labels = ["", "key_mask_left"]
     if not scope.quick:
@@ -188,6 +221,7 @@ def _padded(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_masks_may_come_and_go, "state", _come_and_go),
+    Check(check_arguments_hold_for_their_step, "state", _passing),
     Check(check_steps_return_weights_and_lse, "state", _asked),
     Check(check_batch_items_decode_independently, "state", _items),
     Check(check_absent_slots_reach_no_state, "state", _padded),

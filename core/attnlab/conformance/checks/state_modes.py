@@ -87,7 +87,22 @@ def check_modes_agree_while_decoding(variant: Any, case: Case) -> None:
         with torch.enable_grad():
             return feed(variant, inputs.rebuilt(recorded(inputs.tensors())), sizes, capacity)[0].detach()
 
-    modes = {"inference mode": inferred, "with gradients enabled": enabled}
+    def inferred_prompt(capacity: int | None) -> Tensor:
+        with torch.inference_mode():
+            first, state = feed(variant, inputs, sizes[:1], capacity)
+        parts, start = [first.clone()], sizes[0]
+        for size in sizes[1:]:
+            with torch.no_grad():
+                answer = step(variant, inputs, start, start + size, state)
+            state, start = answer.state, start + size
+            parts.append(answer.out)
+        return torch.cat(parts, dim=2)
+
+    modes = {
+        "inference mode": inferred,
+        "a prompt in inference mode and steps outside": inferred_prompt,
+        "with gradients enabled": enabled,
+    }
     if variant.capabilities.backward:
         modes["recorded by autograd"] = recording
     with torch.no_grad():

@@ -133,7 +133,14 @@ def check_gradients_flow_through_lse(variant: Any, case: Case) -> None:
 
 
 def _through(scope: Scope) -> Iterable[Case]:
-    for labels in ((), ("causal",), ("gqa",), ("mask", "sinks"), ("bias", "softcap", "key_mask_left")):
+    for labels in (
+        (),
+        ("causal",),
+        ("gqa",),
+        ("hiding_bias",),
+        ("mask", "sinks"),
+        ("bias", "softcap", "key_mask_left"),
+    ):
         yield case(*declared(scope, *labels), needs=("weights", "backward"), dtype=scope.base)
 
 

@@ -195,6 +195,11 @@ def _cases(*needs: str) -> Any:
         for label in ("", *LABELS):
             yield case(*([label] if label else []), needs=needs, dtype=scope.base)
         yield case("causal", needs=needs, dtype=scope.base, batch=1, query_length=133, key_length=133)
+        for queries, keys in (
+            () if scope.quick else ((3, 600), (300, 5))
+        ):  # few rows that are split over keys, and many rows
+            sizes = {"batch": 1, "query_length": queries, "key_length": keys}
+            yield case(*declared(scope, "key_mask_left"), needs=needs, dtype=scope.base, **sizes)
         for one in together(scope, 2 if scope.quick else 12):
             yield replace(one, needs=needs)
         for dtype in scope.dtypes:

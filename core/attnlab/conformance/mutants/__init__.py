@@ -12,8 +12,10 @@ from attnlab.conformance.mutants import (
     author_scores,
     backwards,
     behaviour,
+    between_calls,
     claims,
     constructors,
+    corners,
     dropouts,
     engines,
     formulas,
@@ -117,4 +119,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *surroundings.MUTANTS,
     *transforms.MUTANTS,
     *graphs.MUTANTS,
+    *corners.MUTANTS,
+    *between_calls.MUTANTS,
 )
