@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -84,9 +83,20 @@ class Call:
                 query.shape[0], query.shape[1], query.shape[2], past + key.shape[2], query.device
             )
             seen.offset = past
-        inside = copy(self)
-        inside.visibility = seen.narrowed(left, right, sink_tokens)
-        return inside
+        return Call(
+            seen.narrowed(left, right, sink_tokens),
+            self.scale,
+            self.bias,
+            self.softcap,
+            self.score_mod,
+            self.sinks,
+            self.gates,
+            self.dropout_p,
+            self.need_weights,
+            self.need_lse,
+            self.state,
+            self.recording,
+        )
 
 
 def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:

@@ -7,7 +7,6 @@ a tensor: positions and comparisons stay on the device.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -200,7 +199,9 @@ class Visibility:
 
         The first `sink_tokens` positions are exempt from this left bound, not from one that was there before.
         """
-        both = copy(self)
+        both = Visibility(self.batch, self.num_heads, self.query_length, self.key_length, self.device)
+        for name in Visibility.__slots__:  # not copy.copy: torch.compile cannot trace it
+            setattr(both, name, getattr(self, name))
         if right is not None:
             both.right = right if self.right is None else min(right, self.right)
         if left is not None and self.left is None:

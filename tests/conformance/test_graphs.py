@@ -89,13 +89,11 @@ def test_a_position_on_the_module_is_right_until_it_is_compiled() -> None:
 
 
 def test_blocks_that_are_small_one_by_one_are_not_so_all_told() -> None:
-    results = run_checks(BlocksAreNotRecomputed, only="largest_intermediate_grows_linearly", quick=True)
+    results = run_checks(BlocksAreNotRecomputed, only="largest_intermediate_grows_linearly")
     assert all(r.ok for r in results), told(results)
     failed = [
         r
-        for r in run_checks(
-            BlocksAreNotRecomputed, only="memory_kept_for_backward_grows_linearly", quick=True
-        )
+        for r in run_checks(BlocksAreNotRecomputed, only="memory_kept_for_backward_grows_linearly")
         if not r.ok
     ]
     assert "what is kept for the backward grows from" in failed[0].message

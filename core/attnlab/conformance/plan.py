@@ -13,6 +13,11 @@ from attnlab.conformance.checks import ALL
 from attnlab.conformance.subject import Subject
 from attnlab.errors import InvalidInput, nearest
 
+QUICK_STEPS = (
+    64  # tokens of a case for what walks token by token, in a quick run and apart from its plain values
+)
+QUICK = 16  # cases of one check in a quick run; refusals are asked for one by one all the same
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -63,6 +68,13 @@ def selected(only: str | Iterable[str] | None) -> list[Check]:
     return [c for c in checks if c.name in chosen]
 
 
+def _spread(cases: list[Case], most: int) -> list[Case]:
+    """At most that many of the cases, evenly spread from the first to the last."""
+    if len(cases) <= most:
+        return cases
+    return [cases[round(n * (len(cases) - 1) / (most - 1))] for n in range(most)]
+
+
 def cases_of(check: Check, subject: Subject, *, quick: bool, device: str) -> Iterator[Planned]:
     """The applicable cases of one check, each once."""
     have = subject.capabilities
@@ -80,19 +92,24 @@ def cases_of(check: Check, subject: Subject, *, quick: bool, device: str) -> Ite
     scope = Scope(
         have, quick, getattr(subject.probe, "family", ""), bool(getattr(subject.probe, "gates", {}))
     )
-    seen: set[str] = set()
+    fit: dict[str, Case] = {}  # by id, each once
     lacking: list[str] = []
     for made in check.cases(scope):
         one = fitted(made, have.head_dims, device, subject.heads)
         missing = one.missing(have)
         if missing:
             lacking += missing
-        elif one.id not in seen:
-            seen.add(one.id)
-            yield Planned(check, one, device=device)
-    if not seen:
+        else:
+            fit.setdefault(one.id, one)
+    cases = list(fit.values())
+    if quick and scope.stepwise and check.topic not in ("values", "state"):
+        cases = [one for one in cases if max(one.query_length, one.key_length) <= QUICK_STEPS]
+    if quick and check.topic != "refusals":
+        cases = _spread(cases, QUICK)
+    yield from (Planned(check, one, device=device) for one in cases)
+    if not cases:
         needs = ", ".join(dict.fromkeys(lacking))
         reason = f"it does not declare {needs}" if needs else "nothing of it applies to this variant"
-        if quick and not needs and any(True for _ in check.cases(replace(scope, quick=False))):
+        if quick and not needs and (fit or any(True for _ in check.cases(replace(scope, quick=False)))):
             reason = "a quick run leaves it out"
         yield Planned(check, None, reason, device)

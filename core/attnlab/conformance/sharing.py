@@ -147,15 +147,15 @@ def _pool(count: int) -> ProcessPoolExecutor:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """SIGINT is ignored meanwhile, and by processes that are started meanwhile; only the main thread can ask for that."""
-    if threading.current_thread() is not threading.main_thread():
+    """An interrupt waits meanwhile, and for good in processes that are started meanwhile (where the system can do that)."""
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin() -> None:
@@ -179,7 +179,6 @@ def _subject(name: str, device: str) -> Any:
     from attnlab.conformance.subject import subject_of
 
     subject = subject_of(name, device)
-    gc.collect()
     gc.freeze()  # torch's own objects live for ever and need no collector
     return subject
 

@@ -101,7 +101,12 @@ def _long_recorded(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(
-        check_largest_intermediate_grows_linearly, "memory", _long, claims=("linear_memory",), asks_more=True
+        check_largest_intermediate_grows_linearly,
+        "memory",
+        _long,
+        claims=("linear_memory",),
+        asks_more=True,
+        slow=True,
     ),
     Check(
         check_memory_kept_for_backward_grows_linearly,
@@ -109,5 +114,6 @@ CHECKS = (
         _long_recorded,
         claims=("linear_memory",),
         asks_more=True,
+        slow=True,
     ),
 )
