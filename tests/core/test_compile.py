@@ -145,7 +145,7 @@ def test_a_refusal_while_compiling_names_its_reason(name: str, arguments: dict[s
 def test_a_refusal_while_compiling_names_who_could_serve(root: Path) -> None:
     use_registry(Registry.from_files(root / "registry.yaml"))
     run = compiled(lambda q, k, v: attend(q, k, v, "flash", need_weights=True).out)
-    with pytest.raises(Exception, match="that declare it: dot_product"):
+    with pytest.raises(Exception, match="that declare it: chunked, dot_product"):
         run(*inputs())
 
 

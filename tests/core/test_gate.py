@@ -117,7 +117,7 @@ def test_a_refusal_names_the_variants_of_the_formula_that_could_serve(registry: 
     q, k, v = inputs()
     with pytest.raises(
         UnsupportedRequest,
-        match=r"formula softmax_dot_product that declare it: dot_product$",
+        match=r"formula softmax_dot_product that declare it: chunked, dot_product$",
     ):
         attend(q, k, v, "flash", need_weights=True)
 

@@ -181,7 +181,7 @@ def test_a_variant_without_a_definition_is_unverified_and_its_machinery_is_check
     assert "no definition" in unverified(NoDefinition(num_heads=2, head_dim=4))
     results = attnlab.run_checks(NoDefinition, only=["values", "masks", "state", "gradients"], quick=True)
     assert not [r.message for r in results if not r.ok]
-    assert sum(r.status == "passed" and r.check == "agrees_with_definition" for r in results) > 50
+    assert sum(r.status == "passed" and r.check == "agrees_with_definition" for r in results) > 10
 
 
 def test_a_definition_with_one_golden_case_is_unverified_with_the_count() -> None:
