@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -92,7 +93,8 @@ def check_settings_change_nothing(variant: Any, case: Case) -> None:
     inputs = draw(case, variant)
     expected = differentiated(variant, inputs, trained(variant))
     try:
-        with torch.autograd.set_detect_anomaly(True):
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+            warnings.simplefilter("ignore")  # torch tells at length what the message below says
             got = differentiated(variant, inputs, trained(variant))
     except RuntimeError as fault:
         demand(
