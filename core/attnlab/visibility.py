@@ -212,7 +212,8 @@ class Visibility:
             both.mask_mod = _also(self.mask_mod, lambda b, h, q, k: (k >= q - left) | (k < sink_tokens))
         elif left is not None and self.left is not None:
             both.left = min(left, self.left)
-        both._drop_what_hides_nothing()
+        if not torch.compiler.is_compiling():  # a program must serve lengths on either side of the window
+            both._drop_what_hides_nothing()
         return both
 
     # -- what the parts say -----------------------------------------------------------------------------------
