@@ -192,3 +192,20 @@ def test_a_mask_objects_tensors_are_its_leaves_and_are_named() -> None:
     moved = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), mask)
     assert moved.key_mask.is_meta
     assert (moved.causal, moved.window) == (True, (1, None))
+
+
+@pytest.mark.parametrize("name", ["dot_product", "sliding_window"])
+def test_steps_inside_a_window_are_captured_whole(name: str) -> None:
+    variant = create(name, num_heads=2, head_dim=8, **({"left": 3} if name == "sliding_window" else {}))
+    x = torch.randn(1, 2, 6, 8)
+
+    def step(token: Tensor, state: Any) -> Any:
+        return variant(token, token, token, window=(3, 0), state=state)
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=True)
+    state, outs = variant.init_state(1), []
+    for t in range(6):
+        answer = compiled(x[:, :, t : t + 1], state)
+        state, _ = answer.state, outs.append(answer.out)
+    whole = variant(x, x, x, window=(3, 0)).out
+    torch.testing.assert_close(torch.cat(outs, 2), whole)
