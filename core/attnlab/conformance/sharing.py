@@ -56,8 +56,8 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, kind: object, *how: object) -> None:
-        if kind is not None:  # what a check is busy with may never end
+    def __exit__(self, kind: type[BaseException] | None, *how: object) -> None:
+        if kind is not None and not issubclass(kind, OSError):  # what a check is busy with may never end
             for child in active_children():
                 child.kill()
         self._pool.shutdown(cancel_futures=True)
