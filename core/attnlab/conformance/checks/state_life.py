@@ -203,6 +203,7 @@ def _served(attempt: Callable[[Any], Any], state: Any) -> bool:
     try:
         attempt(state)
     except Exception:
+        # By design: a call that cannot work is made, and what it raises is judged by the checks of refusals, not here.
         return False
     return True
 
