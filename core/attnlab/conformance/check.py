@@ -52,7 +52,7 @@ class Check:
 
     claims: properties that switch it on; unclaimed means not applicable. asks_more: whether it asks for declared
     things beyond its case's features (weights beside a mask, say), so that a refused combination is no fault.
-    slow: whether a quick run leaves it out.
+    slow: whether a quick run leaves it out. One process takes all of these: most make torch load its compiler, for seconds.
     random_too: whether it holds for a variant that is random by design, as calls of one shape draw the same numbers
     (`Inputs.run` seeds them); unset, such a variant is not judged by it.
     """

@@ -35,16 +35,7 @@ def rows_of(tensor: Tensor, rows: Sequence[int], axis: int = 2) -> Tensor:
 
 def visible_rows(inputs: Inputs, rows: Sequence[int]) -> Tensor:
     """Bool `[B, Hq, rows, Lk]` by the scalar predicate."""
-    rules = inputs.rules()
-    flat = [
-        visibility.may(b, h, i, j, rules)
-        for b in range(rules.batch)
-        for h in range(rules.heads)
-        for i in rows
-        for j in range(rules.keys)
-    ]
-    shape = (rules.batch, rules.heads, len(rows), rules.keys)
-    return torch.tensor(flat, dtype=torch.bool, device=inputs.query.device).reshape(shape)
+    return visibility.dense(inputs.rules(), rows).to(inputs.query.device)
 
 
 def define_rows(

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from multiprocessing import active_children, get_context, parent_process
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from attnlab.conformance.results import CheckResult
 from attnlab.errors import PluginError
@@ -41,6 +41,14 @@ def usable_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS, Windows
         return os.cpu_count() or 1
+
+
+class Asked(NamedTuple):
+    """What the process that asks knows of a check, without torch."""
+
+    name: str
+    topic: str
+    slow: bool
 
 
 class Workers:
@@ -78,6 +86,9 @@ class Workers:
 
         `PluginError` where the process ends while the variant is imported or made.
         """
+        with suppress(BrokenProcessPool):
+            for _ in range(self.count - 1):  # the others import torch and the variant meanwhile
+                self._submit(_import, name, device)
         try:
             checks = self._ask(_checks, name, only, device)
         except BrokenProcessPool:
@@ -85,21 +96,26 @@ class Workers:
         if case is not None:
             yield from self._alone(name, checks, only, case, quick, device)
             return
-        shared = [self._submit(_results, name, check, None, quick, device) for check, _ in checks]
-        for number, future in enumerate(shared):
+        slow = tuple(
+            check.name for check in checks if check.slow
+        )  # together, and begun first: they take longest
+        futures: dict[str, Future[list[CheckResult]]] = {}
+        for part in (*([slow] if slow else []), *((check.name,) for check in checks if not check.slow)):
+            futures |= dict.fromkeys(part, self._submit(_results, name, part, None, quick, device))
+        for number, check in enumerate(checks):
             try:
-                results = future.result()
+                results = futures[check.name].result()
             except BrokenProcessPool:  # which of the checks under way it was is found out one by one
                 yield from self._one_by_one(name, checks[number:], quick, device)
                 return
-            yield from results
+            yield from (result for result in results if result.check == check.name)
 
     def _one_by_one(
-        self, name: str, checks: Sequence[tuple[str, str]], quick: bool, device: str
+        self, name: str, checks: Sequence[Asked], quick: bool, device: str
     ) -> Iterator[CheckResult]:
         self.count, broken = 1, 0
         for number, check in enumerate(checks):
-            results = self._alone(name, [check], check[0], None, quick, device)
+            results = self._alone(name, [check], check.name, None, quick, device)
             yield from results
             broken += any(silent(name) == r.message for r in results)
             if broken == MOST_BROKEN and number + 1 < len(checks):
@@ -110,7 +126,7 @@ class Workers:
     def _alone(
         self,
         name: str,
-        checks: Sequence[tuple[str, str]],
+        checks: Sequence[Asked],
         only: Sequence[str] | str | None,
         case: str | None,
         quick: bool,
@@ -135,9 +151,15 @@ class Workers:
             return self._submit(work, *arguments).result()
 
 
-def _error(name: str, check: tuple[str, str], device: str, message: str) -> CheckResult:
+def _error(name: str, check: Asked, device: str, message: str) -> CheckResult:
     return CheckResult(
-        variant=name, check=check[0], topic=check[1], case="", status="error", message=message, device=device
+        variant=name,
+        check=check.name,
+        topic=check.topic,
+        case="",
+        status="error",
+        message=message,
+        device=device,
     )
 
 
@@ -183,14 +205,19 @@ def _subject(name: str, device: str) -> Any:
     return subject
 
 
-def _checks(name: str, only: Sequence[str] | None, device: str) -> list[tuple[str, str]]:
-    """Names and topics of the selected checks; raises where the variant cannot be checked at all."""
+def _import(name: str, device: str) -> None:
+    with suppress(Exception):  # told by what comes after
+        _subject(name, device)
+
+
+def _checks(name: str, only: Sequence[str] | None, device: str) -> list[Asked]:
+    """The selected checks; raises where the variant cannot be checked at all."""
     from attnlab.conformance.plan import selected
     from attnlab.conformance.runner import known_failures_of
 
     checks = selected(only)
     known_failures_of(_subject(name, device))
-    return [(check.name, check.topic) for check in checks]
+    return [Asked(check.name, check.topic, check.slow) for check in checks]
 
 
 def _why_unverified(name: str) -> str:

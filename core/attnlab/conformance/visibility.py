@@ -140,31 +140,29 @@ def _offset(b: int, i: int, rules: Rules) -> int:
     return offset[b]
 
 
-def dense(rules: Rules) -> Tensor:
-    """Every pair: bool `[B, H, Lq, Lk]`."""
-    shape = (rules.batch, rules.heads, rules.queries, rules.keys)
+def dense(rules: Rules, rows: Sequence[int] | None = None) -> Tensor:
+    """Every pair: bool `[B, H, Lq, Lk]`; or those of some query rows."""
+    asked = range(rules.queries) if rows is None else rows
+    shape = (rules.batch, rules.heads, len(asked), rules.keys)
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool)
     heads = (
         rules.heads if rules.mask_mod or (rules.mask and len(rules.mask[0]) > 1) else 1
     )  # else all see the same
-    rows = []
+    found = []
     for b in range(rules.batch):
         keys = [
             (j, key_position(b, j, rules)) if key_present(b, j, rules) else None for j in range(rules.keys)
         ]
-        queries = [
-            (i, query_position(b, i, rules)) if query_present(b, i, rules) else None
-            for i in range(rules.queries)
-        ]
+        queries = [(i, query_position(b, i, rules)) if query_present(b, i, rules) else None for i in asked]
         for h in range(heads):
             for query in queries:
                 if query is None:
-                    rows.append([False] * rules.keys)
+                    found.append([False] * rules.keys)
                     continue
                 i, q = query
-                rows.append([key is not None and _may_at(b, h, i, key[0], q, key[1], rules) for key in keys])
-    seen = torch.tensor(rows, dtype=torch.bool).reshape(rules.batch, heads, rules.queries, rules.keys)
+                found.append([key is not None and _may_at(b, h, i, key[0], q, key[1], rules) for key in keys])
+    seen = torch.tensor(found, dtype=torch.bool).reshape(rules.batch, heads, len(asked), rules.keys)
     return seen.expand(shape).contiguous()
 
 

@@ -11,7 +11,7 @@ import torch
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import agree, declared, differentiated
-from attnlab.conformance.checks.extremes import long_inputs
+from attnlab.conformance.checks.extremes import banded, long_inputs
 from attnlab.conformance.derivatives import direction_for, gradients
 from attnlab.conformance.inputs import draw, plain_dtype, reduction_terms
 from attnlab.conformance.messages import demand_close
@@ -79,11 +79,8 @@ def _long(scope: Scope) -> Iterable[Case]:
     length = 200 if scope.stepwise else 1500
     sizes: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "needs": ("backward",)}
     sizes |= {"query_length": length, "key_length": length, "dtype": scope.precise}
-    few = 100 if scope.stepwise else 200
-    yield case(*declared(scope, "causal"), **{**sizes, "query_length": few, "key_length": few})
-    if scope.quick:
-        return
     yield case(*declared(scope, "causal", "bias", "sinks"), **sizes)
+    yield banded(scope, sizes)
     late = case(*declared(scope, "left_window", "softcap"), **sizes)
     yield replace(late, needs=("backward", "key_mask"), note="late keys")
 
@@ -94,6 +91,6 @@ def _alike(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_long_gradients_agree_by_rows, "gradients", _long),
+    Check(check_long_gradients_agree_by_rows, "gradients", _long, slow=True),
     Check(check_one_tensor_may_play_every_role, "gradients", _alike, random_too=True),
 )

@@ -335,8 +335,15 @@ def long_cases(scope: Scope) -> Iterable[Case]:
         ("mask", "bias_per_key"),
     ):
         yield case(*declared(scope, *labels), **square)
+    yield banded(scope, one)
     yield case(needs=("key_mask",), note="late keys", **square)
     yield case("bottom_right", **{**square, **two, "batch": 2, "query_length": length // 4 + 3})
+
+
+def banded(scope: Scope, sizes: Mapping[str, Any]) -> Case:
+    """A window and nothing that needs scores in hand, at a length from which kernels for windows serve it."""
+    length = 150 if scope.stepwise else 600
+    return case("window", **{**sizes, "query_length": length, "key_length": length})
 
 
 CHECKS = (

@@ -215,7 +215,6 @@ def _cases(scope: Scope) -> Iterable[Case]:
     for labels in (("causal", "bias_per_key", "mask_mod"), ("left_window", "scale"), ("mask", "score_mod")):
         yield case(*declared(scope, *labels), **sizes, **tiles)
     yield case(*declared(scope, "bottom_right", "gqa"), **sizes, query_length=41, key_length=70)
-    yield case("window", **sizes, **{**tiles, "query_length": 520, "key_length": 520})
     yield case("window", "key_mask_holes", **sizes, query_length=193, key_length=193)
     for note in ("bias of zeros", "bias per row", "bias per head", "bias of everything"):
         edge = EDGES[note]

@@ -53,7 +53,7 @@ def check_compiles_without_a_graph_break(variant: Any, case: Case) -> None:
 
 
 def check_compiled_gradients_agree(variant: Any, case: Case) -> None:
-    """Where claimed: the compiled call has the gradients of the eager one, for every input and parameter."""
+    """Where claimed: the compiled call has the output and the gradients of the eager one, for every input and parameter."""
     inputs = draw(case, variant)
     expected = differentiated(variant, inputs, trained(variant))
     with compiling(variant, case) as (compiled, _), told(variant, case):
@@ -233,7 +233,7 @@ def _forwards(scope: Scope) -> Iterable[Case]:
 
 
 def _backwards(scope: Scope) -> Iterable[Case]:
-    labels = declared(scope, "causal", "key_mask_left", "bias", "softcap", "sinks", "gqa")
+    labels = declared(scope, "causal", "longer_keys", "key_mask_left", "bias", "softcap", "sinks", "gqa")
     yield case(*labels, dtype=scope.base, needs=("backward",))
 
 

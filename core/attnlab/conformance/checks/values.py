@@ -94,8 +94,6 @@ def _agreement(scope: Scope) -> Iterable[Case]:
     # Several items and heads, whose rows lie past a partial tile of the ones before.
     yield case(*declared(scope, "causal", "gqa"), dtype=base, query_length=131, key_length=131)
     if not scope.quick:
-        # Bands: a window and nothing that needs scores in hand is what kernels for windows serve.
-        yield case("window", "gqa", dtype=base, batch=1, query_length=520, key_length=520)
         yield case("window", "key_mask_holes", dtype=base, query_length=193, key_length=193)
         yield case("offset_window", "value_dim", dtype=base, query_length=130, key_length=259)
         yield case(*declared(scope, "window", "bias", "sinks"), dtype=base, query_length=67, key_length=131)
