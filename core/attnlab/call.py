@@ -100,7 +100,10 @@ class Call:
 
 
 def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:
-    """What decides how a call without further arguments is judged; None where the inputs are no tensors."""
+    """What decides how a call without further arguments is judged, and last whether its inputs are contiguous.
+
+    None where the inputs are no tensors.
+    """
     try:
         on_cpu = query.is_cpu and key.is_cpu and value.is_cpu
         return (
@@ -116,6 +119,7 @@ def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool)
             key.layout,
             value.layout,
             on_cpu or (query.device, key.device, value.device),
+            query.is_contiguous() and key.is_contiguous() and value.is_contiguous(),
         )
     except (AttributeError, RuntimeError):  # a nested tensor has no shape
         return None

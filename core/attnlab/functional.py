@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attnlab._gate import run_while_tracing
 from attnlab.call import AttentionOutput, call_signature
@@ -19,6 +20,7 @@ _served: dict[Any, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
 # (variant, Hq, Hkv, Dq, Dk, Dv) -> instance. They hold no parameters, so sharing one is safe.
 _instances: dict[tuple[Any, ...], Attention] = {}
 _LIMIT = 1024
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def forget_instances() -> None:
@@ -35,7 +37,7 @@ def attend(
     `arguments` are those of `Attention.forward` (causal, window, key_mask, mask, bias, need_weights, state, ...). Dropout is
     applied whenever `dropout_p` is given. Raises `InvalidInput` for variants with parameters: they need `attnlab.create`.
     """
-    made = _known(query, key, value, variant) if not torch.compiler.is_compiling() else None
+    made = _known(query, key, value, variant) if not is_compiling() else None
     if made is None:
         sizes = _sizes(query, key, value, variant)
         _make(variant, *sizes)
@@ -50,15 +52,13 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, variant: str = "dot_product", **arguments: Any
 ) -> Tensor:
     """The output tensor `[B, Hq, Lq, Dv]` of `attend`."""
-    if (
-        not arguments or (len(arguments) == 1 and arguments.get("causal") is True)
-    ) and not torch.compiler.is_compiling():
+    if (not arguments or (len(arguments) == 1 and arguments.get("causal") is True)) and not is_compiling():
         # The shortcut of small inputs: what was judged once is not judged again. About 3 us in all.
         call = (
             call_signature(variant, query, key, value, bool(arguments)) if isinstance(variant, str) else None
         )
         served = _served.get(call)
-        if served is not None and not torch._C._is_any_autocast_enabled():
+        if served is not None and not _any_autocast():
             return served(query, key, value)
         out = attend(query, key, value, variant, **arguments).out
         made = _instances.get(
@@ -67,7 +67,7 @@ def attention(
         if made is not None and made.was_served(query, key, value, bool(arguments)):
             if len(_served) > _LIMIT:
                 _served.clear()
-            _served[call] = made.plain_function(bool(arguments))
+            _served[call] = made.plain_function(bool(arguments), bool(call and call[-1]))
         return out
     for word in ("need_weights", "need_lse", "state"):
         if arguments.get(word):
@@ -109,7 +109,7 @@ def _sizes(query: Any, key: Any, value: Any, variant: str) -> tuple[int, int, in
             f"{variant}: heads and head widths must be 1 or more, got {list(query.shape)}, {list(key.shape)}"
         )
     # Under torch.compile these are constants of the graph: a range's length is a number even where n is dynamic.
-    hq, hkv, dq, dk, dv = (len(range(n)) for n in sizes) if torch.compiler.is_compiling() else sizes
+    hq, hkv, dq, dk, dv = (len(range(n)) for n in sizes) if is_compiling() else sizes
     return hq, hkv, dq, dk, dv
 
 

@@ -129,8 +129,10 @@ class Attention(nn.Module):
         """The mechanism itself. Called once, with a request that was judged and absent slots that hold zeros."""
         raise PluginError(f"{type(self).__name__} writes no attend(query, key, value, call)")
 
-    def plain_function(self, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def plain_function(self, causal: bool, contiguous: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """A function `(query, key, value) -> out` for calls without arguments whose like was judged before.
+
+        contiguous: whether all three are.
 
         A shortcut for small inputs; overriding it must change nothing but the time.
         """
@@ -251,8 +253,8 @@ class Attention(nn.Module):
         signature = None
         if bare and not torch.compiler.is_compiling():
             signature = call_signature("", query, key, value, causal is True)
-            if signature in self._served and not torch._C._is_any_autocast_enabled():
-                return AttentionOutput(self.plain_function(causal)(query, key, value))
+            if signature in self._served and signature and not torch._C._is_any_autocast_enabled():
+                return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
         elif not bare:
             check_flags(self.name, dropout_p, need_weights, need_lse, gates)
         try:

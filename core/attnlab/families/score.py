@@ -125,10 +125,12 @@ class ScoreAttention(Attention):
         """A factor `[B, Hq, tq, tk]` on the normalised weights of a tile; None where there is none."""
         return None
 
-    def plain_function(self, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def plain_function(self, causal: bool, contiguous: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if not self._bare_fused:
-            return super().plain_function(causal)
-        return _fused_causal if causal else _fused_plain
+            return super().plain_function(causal, contiguous)
+        if causal:
+            return _fused_causal
+        return scaled_dot_product_attention if contiguous else _fused_plain
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         state: State | None = None
