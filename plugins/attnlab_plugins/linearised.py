@@ -61,7 +61,7 @@ class LinearisedAttention(FeatureMapAttention):
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
         kind = self.options["feature_map"]
         if kind == "elu":
-            return torch.relu(x) + torch.exp(x.clamp(max=0))
+            return torch.relu(x) + x.clamp(max=0).exp_()
         if kind == "relu":
             return torch.relu(x)
         if kind == "squared_relu":

@@ -136,15 +136,17 @@ def _one_block(
         query, key, value = (torch.nn.functional.pad(t, (0, 0, 0, pad)) for t in (query, key, value))
     q = fold_groups(query, kv_heads).reshape(batch, kv_heads, -1, n, c, features)  # [B, Hkv, G, N, C, P]
     k = key.reshape(batch, kv_heads, n, c, features)  # [B, Hkv, N, C, P]
-    v = value.reshape(batch, kv_heads, n, c, width)  # [B, Hkv, N, C, Dv]
-    sums = torch.cat([kv[:, :, None], k.transpose(-1, -2) @ v], 2).cumsum(2)  # [B, Hkv, N + 1, P, Dv]
+    # Contiguous, as each product would copy it else.
+    v = value.contiguous().reshape(batch, kv_heads, n, c, width)  # [B, Hkv, N, C, Dv]
+    added = k.transpose(-1, -2) @ v  # [B, Hkv, N, P, Dv]
+    sums = torch.cat([kv[:, :, None], added[:, :, :-1]], 2).cumsum(2)  # before each chunk
     inner = (q @ k[:, :, None].transpose(-1, -2)).tril_()  # [B, Hkv, G, N, C, C]
-    out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None, :-1])  # [B, Hkv, G, N, C, Dv]
+    out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None])  # [B, Hkv, G, N, C, Dv]
     tokens = torch.cat([z[:, :, None], k.sum(-2)], 2).cumsum(2)  # [B, Hkv, N + 1, P]
     if normalise:
         out = divided(out, inner.sum(-1, keepdim=True).add_(q @ tokens[:, :, None, :-1, :, None]))
     whole: Tensor = out.flatten(3, 4).flatten(1, 2)  # [B, Hq, N C, Dv]
-    return (whole[:, :, :length] if pad else whole), sums[:, :, -1], tokens[:, :, -1]
+    return (whole[:, :, :length] if pad else whole), sums[:, :, -1] + added[:, :, -1], tokens[:, :, -1]
 
 
 def _plus(old: Tensor | None, new: Tensor) -> Tensor:
