@@ -1,6 +1,6 @@
 # `make` prints this file's targets. Needs Python >= 3.10, git and make; everything else goes into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help compare test test-full check lint clean always
+.PHONY: help compare test test-full check kernels triton lint clean always
 .SUFFIXES:
 
 # What a user's shell may carry must not reach the tests or the tables.
@@ -27,6 +27,7 @@ help:
 	@echo 'make test       set up once, then run the tests (ARGS="..." are passed on to pytest)'
 	@echo 'make test-full  the tests and the long checks'
 	@echo 'make check      the conformance checks of all variants, or NAMES="flash additive"'
+	@echo 'make kernels    compile the Triton kernels for GPUs that need not be there: registers, shared memory, spills (Linux)'
 	@echo 'make lint       ruff and mypy --strict'
 	@echo 'make clean      remove the environment and the caches; run folders stay'
 	@echo 'PYTHON=...      choose the interpreter that makes the environment (now: $(or $(PYTHON),none found))'
@@ -42,6 +43,13 @@ test-full: $(STAMP)
 
 check: $(STAMP)
 	@$(RUN) -m attnlab check $(foreach name,$(NAMES),'$(name)') $(ARGS)
+
+kernels: triton
+	@$(RUN) -m attnlab_plugins.flash.kernels_report $(ARGS)
+
+# CUDA builds of torch 2.13 bring this release; beside a CPU build it is a download of 0.2 GB, for Linux only.
+triton: $(STAMP)
+	@$(RUN) -c 'import triton' 2>/dev/null || $(RUN) -m pip install -q --no-user 'triton==3.7.1'
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .

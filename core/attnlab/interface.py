@@ -156,6 +156,10 @@ class Attention(nn.Module):
             self.key_dim
         )  # the bits of torch's own default; Dk ** -0.5 may differ in the last
 
+    def capabilities_on(self, device: str) -> Capabilities:
+        """What this instance can do on a kind of device ("cpu", "cuda"); `capabilities` unless it says less of some."""
+        return self.capabilities
+
     def supports(self, request: Request) -> list[Reason]:
         """Every reason to refuse `request`; empty where it is served. Overriding adds reasons to these."""
         return describe_refusal(self, request)

@@ -1,0 +1,104 @@
+"""Tile sizes, by kernel, GPU, head width and load. Needs only the standard library.
+
+What decides, in this order: nothing may spill (a thread has 255 registers, and a spill in the inner loop costs more than a
+smaller tile); a block's shared memory must be there; then the larger tile, as each row is read once for every tile across. Eight
+warps share the sums of a tile: with four, tiles of this size spill. On sm_90 and sm_100 sides of 64 and more are what their
+matrix units (wgmma, tcgen05) take; where extra tensors leave no registers for that, tiles fall to 32 and the older
+instructions. Gradients of keys hold two sums, of dk and dv, so their tiles are the smallest. Loads go two or three stages deep
+where shared memory holds them. float32 is multiplied exactly, without matrix units, and holds twice the bytes.
+The numbers come from compiling alone (`make kernels`): no GPU has timed them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Configuration(NamedTuple):
+    """A tile of `rows` queries and `columns` keys, for `warps` warps, loads `stages` deep."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that one block can have, by architecture (CUDA C programming guide, compute capabilities)."""
+KERNELS = ("forward", "query_gradient", "key_gradient", "bias_gradient")
+Tile = tuple[int, int, int, int]
+Loads = tuple[Tile, Tile, Tile, Tile]
+"""Tiles by load, 0 to 3: see `launch.Problem.load`."""
+
+_HOPPER: dict[str, dict[int, Loads]] = {
+    "forward": {
+        64: ((128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        128: ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 3), (32, 32, 8, 2)),
+        256: ((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 2)),
+    },
+    "query_gradient": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    },
+    "key_gradient": {
+        64: ((64, 128, 8, 3), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        128: ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+        256: ((16, 64, 8, 1), (32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 1)),
+    },
+    "bias_gradient": {
+        64: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 16, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 16, 8, 2)),
+    },
+}
+_SMALL: dict[str, dict[int, Loads]] = {
+    "forward": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+    },
+    "query_gradient": {
+        64: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        256: ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    },
+    "key_gradient": {
+        64: ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        128: ((32, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+        256: ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
+    },
+    "bias_gradient": {
+        64: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+        128: ((64, 16, 8, 2), (64, 16, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
+        256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
+    },
+}
+# With 163 KiB, sm_80 holds one stage more of the forward's tiles.
+_AMPERE = _SMALL | {
+    "forward": _SMALL["forward"] | {128: ((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2))},
+}
+_FLOAT32: dict[str, dict[int, Tile]] = {
+    "forward": {64: (64, 64, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)},
+    "query_gradient": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "key_gradient": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "bias_gradient": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+}
+_BY_ARCHITECTURE = {80: _AMPERE, 90: _HOPPER, 100: _HOPPER, 103: _HOPPER}
+
+
+def configuration(kernel: str, arch: int, width: int, size: int, load: int) -> Configuration:
+    """The tile of `kernel` for heads of the padded `width` and elements of `size` bytes.
+
+    An architecture that is not listed is taken for one with little shared memory, whose tiles fit every GPU.
+    """
+    width = max(width, 64)
+    if size == 4:
+        return Configuration(*_FLOAT32[kernel][width])
+    return Configuration(*_BY_ARCHITECTURE.get(arch, _SMALL)[kernel][width][load])
+
+
+def interpreted(length: int) -> Configuration:
+    """Tiles for Triton's interpreter: small enough that short inputs have several, larger where that would take minutes."""
+    side = 16 if length <= 256 else 64
+    return Configuration(side, side, 4, 1)
