@@ -84,9 +84,14 @@ def test_every_module_of_the_tree_imports_from_the_wheel(
     assert json.loads(outside(installed, "-c", code, cwd=tmp_path).splitlines()[-1]) == []
 
 
+WITH_KERNELS = ("kernels", "kernels_report", "kernel_path", "function", "launch", "passes")
+
+
 def needs_more_than_torch(module: str) -> bool:
-    """Modules of integrations need the library they integrate with; Triton kernels need Triton."""
-    return module.startswith("attnlab.integrations.") or "triton" in module
+    """Modules of integrations need the library they integrate with; Triton kernels and what launches them need Triton."""
+    if module.startswith("attnlab_plugins.flash."):
+        return module.split(".")[2] in WITH_KERNELS
+    return module.startswith("attnlab.integrations.")
 
 
 def test_the_wheel_lists_what_the_tree_registers(outside: Outside, installed: Path, tmp_path: Path) -> None:

@@ -18,9 +18,14 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+if __name__ == "__main__" and find_spec("triton") is None:
+    sys.exit("kernels_report: needs triton, which compiles on Linux without a GPU: pip install triton==3.7.1")
+
 import triton
 from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
