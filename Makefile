@@ -1,6 +1,6 @@
 # `make` prints this file's targets. Needs Python >= 3.10, git and make; everything else goes into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help compare test test-full check kernels triton lint clean always
+.PHONY: help compare test test-full check gpu-check kernels triton lint clean always
 .SUFFIXES:
 
 # What a user's shell may carry must not reach the tests or the tables.
@@ -28,12 +28,18 @@ help:
 	@echo 'make test-full  the tests and the long checks'
 	@echo 'make check      the conformance checks of all variants, or NAMES="flash additive"'
 	@echo 'make kernels    compile the Triton kernels for GPUs that need not be there: registers, shared memory, spills (Linux)'
+	@echo 'make gpu-check  sets nothing up: checks and speed on a CUDA device, by PYTHON and its own torch (ARGS="...")'
 	@echo 'make lint       ruff and mypy --strict'
 	@echo 'make clean      remove the environment and the caches; run folders stay'
 	@echo 'PYTHON=...      choose the interpreter that makes the environment (now: $(or $(PYTHON),none found))'
 
 compare: $(STAMP)
 	@$(RUN) -m attnlab compare $(ARGS)
+
+# No set-up and no installation: the interpreter's own packages, and whatever else its user has on PYTHONPATH.
+gpu-check:
+	@PYTHONPATH='$(CURDIR)/core:$(CURDIR)/plugins:$(CURDIR)/evaluations$(if $(PYTHONPATH),:$(PYTHONPATH))' \
+		'$(or $(PYTHON),python3)' -m attnlab gpu-check $(ARGS)
 
 test: $(STAMP)
 	@$(RUN) -m pytest -q -m 'not full' $(ARGS)

@@ -98,14 +98,14 @@ class Cells:
         except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
-            return {name: Ruled(*_fault(error)) for name in names}, {}
+            return {name: Ruled(*fault(error)) for name in names}, {}
         for name in names:
             try:
                 found = prepare(name, parts, seed=self.seed, random_gates=problem.random_gates)
             except Exception as error:
                 if not memory.is_out_of_memory(error):
                     raise
-                ruled[name] = Ruled(*_fault(error))
+                ruled[name] = Ruled(*fault(error))
                 continue
             if found.refusal is None:
                 able[name] = found
@@ -171,7 +171,7 @@ class Cells:
         try:
             value = work()
         except Exception as error:
-            self._put(problem, name, metric, *_fault(error))
+            self._put(problem, name, metric, *fault(error))
             return
         self._put(
             problem, name, metric, "not trained" if calls.learned and metric == "moves" else "ok", value=value
@@ -184,7 +184,7 @@ class Cells:
         try:
             extra = memory.peak_extra_bytes(getattr(calls, phase), self.device)
         except Exception as error:
-            self._put(problem, name, metric, *_fault(error))
+            self._put(problem, name, metric, *fault(error))
             return
         finally:
             calls.free()
@@ -249,7 +249,7 @@ class Cells:
         self, problem: Problem, phase: str, name: str, found: Measurement, reference: str, calls: Calls | None
     ) -> None:
         if name in found.failed:
-            self._put(problem, name, phase, *_fault(found.failed[name]))
+            self._put(problem, name, phase, *fault(found.failed[name]))
             return
         samples, against = found.samples.get(name), found.samples.get(reference)
         if not samples or not against:
@@ -286,7 +286,7 @@ class Cells:
         self.estimates.learn(problem, name, phase, {"status": "ok", "value": value})
 
 
-def _fault(error: Exception) -> tuple[str, str]:
+def fault(error: Exception) -> tuple[str, str]:
     """The status word and reason of a cell whose computation raised."""
     if memory.is_out_of_memory(error):
         return "out of memory", str(error).splitlines()[0]

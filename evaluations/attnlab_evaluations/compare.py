@@ -40,7 +40,7 @@ def run_compare(
 
     What is finished stays finished whatever happens; tables and provenance appear whole or not at all.
     """
-    _check_device(settings.device)
+    check_device(settings.device)
     before = torch.get_num_threads()
     progress = Progress()
     made = folders.make(settings.out)
@@ -221,14 +221,19 @@ def matmul_gflops(device: str = "cpu", size: int = 768) -> float:
     return 2 * size**3 / best / 1e9
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """`InvalidInput` unless it is the CPU or a CUDA device that is there."""
     try:
-        kind = torch.device(device).type
+        kind, number = torch.device(device).type, torch.device(device).index or 0
     except RuntimeError:
         raise InvalidInput(f"--device: expected cpu or cuda, got {device!r}") from None
     if kind not in ("cpu", "cuda"):
         raise InvalidInput(f"--device: expected cpu or cuda, got {device!r}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
-            "--device: cuda was asked for, but this torch finds no CUDA device; leave --device out"
+            "--device: cuda was asked for, but this torch finds no CUDA device; `attnlab doctor` shows what is here"
+        )
+    if kind == "cuda" and number >= torch.cuda.device_count():
+        raise InvalidInput(
+            f"--device: expected a CUDA device below cuda:{torch.cuda.device_count()}, which are all that this torch finds, got {device}"
         )

@@ -40,13 +40,13 @@ def asked_for(text: str) -> Path:
     return out
 
 
-def fresh(now: datetime) -> Path:
-    """A folder in `RUNS` that is called after the time and does not exist yet."""
+def fresh(now: datetime, under: Path = RUNS) -> Path:
+    """A folder in `under` that is called after the time and does not exist yet."""
     name = now.strftime("%Y-%m-%d-%H%M%S")
-    out, n = RUNS / name, 1
+    out, n = under / name, 1
     while os.path.lexists(out):
         n += 1
-        out = RUNS / f"{name}-{n}"
+        out = under / f"{name}-{n}"
     return out
 
 

@@ -1,16 +1,17 @@
-"""The harness's entry for attnlab's plugin manager: the command `compare` and its workloads.
+"""The harness's entry for attnlab's plugin manager: the commands `compare` and `gpu-check`, and workloads.
 
 Imported when commands are looked up, so it imports no torch; running the command does.
 """
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from typing import Any
 
 from attnlab import hookimpl
 from attnlab.hooks import Command, plugin_manager
-from attnlab_evaluations import settings, workloads
+from attnlab_evaluations import gpu_settings, settings, workloads
 
 
 @hookimpl
@@ -21,7 +22,13 @@ def attnlab_commands() -> list[Command]:
             help="compare variants: correctness, error, time, memory, scaling, effect on a real model",
             configure=settings.configure,
             run=_run,
-        )
+        ),
+        Command(
+            name="gpu-check",
+            help="on a CUDA device: conformance, then speed beside torch's backends",
+            configure=gpu_settings.configure,
+            run=_run_gpu_check,
+        ),
     ]
 
 
@@ -42,3 +49,11 @@ def _run(args: Namespace) -> int:
 
     metrics = plugin_manager().gather("attnlab_metrics")
     return run_compare(chosen, [offered[name] for name in chosen.workloads], metrics)
+
+
+def _run_gpu_check(args: Namespace) -> int:
+    began = time.monotonic()  # the import of torch counts
+    chosen = gpu_settings.settle(args)
+    from attnlab_evaluations.gpu_check import run_gpu_check
+
+    return run_gpu_check(chosen, began=began)

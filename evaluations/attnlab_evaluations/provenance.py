@@ -19,6 +19,7 @@ from typing import Any
 PACKAGES = ("attnlab", "attnlab_plugins", "attnlab_evaluations")
 VERSIONS = (
     "torch",
+    "triton",
     "transformers",
     "tokenizers",
     "numpy",
