@@ -174,7 +174,7 @@ def _print_help(top: Parser) -> None:
 
     rows = [(name, summary) for name, (_, summary) in CORE.items()]
     rows += [(command.name, command.help) for command in plugin_commands(CORE)]
-    commands = "\n".join(f"  {name:<10}{summary}" for name, summary in sorted(rows))
+    commands = "\n".join(f"  {name:<11}{summary}" for name, summary in sorted(rows))
     top.epilog = f"commands:\n{commands}\n\n{EXAMPLES}"
     top.print_help(sys.stdout)
 
