@@ -16,7 +16,7 @@ from attnlab.errors import InvalidInput, nearest
 QUICK_STEPS = (
     64  # tokens of a case for what walks token by token, in a quick run and apart from its plain values
 )
-QUICK = 12  # cases of one check in a quick run; refusals are asked for one by one all the same
+QUICK = 16  # cases of one check in a quick run; refusals are asked for one by one all the same
 
 
 @dataclass(frozen=True, slots=True)
