@@ -74,9 +74,13 @@ _SMALL: dict[str, dict[int, Loads]] = {
         256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
     },
 }
-# With 163 KiB, sm_80 holds one stage more of the forward's tiles.
+# With 163 KiB, sm_80 holds one stage more of the forward's tiles; the plain one of narrow heads would spill.
 _AMPERE = _SMALL | {
-    "forward": _SMALL["forward"] | {128: ((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2))},
+    "forward": _SMALL["forward"]
+    | {
+        32: ((64, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
+        128: ((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2)),
+    },
 }
 _FLOAT32: dict[str, dict[int, Tile]] = {
     "forward": {64: (64, 64, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)},
@@ -92,10 +96,11 @@ def configuration(kernel: str, arch: int, width: int, size: int, load: int) -> C
 
     An architecture that is not listed is taken for one with little shared memory, whose tiles fit every GPU.
     """
-    width = max(width, 64)
+    wide = max(width, 64)
     if size == 4:
-        return Configuration(*_FLOAT32[kernel][width])
-    return Configuration(*_BY_ARCHITECTURE.get(arch, _SMALL)[kernel][width][load])
+        return Configuration(*_FLOAT32[kernel][wide])
+    tiles = _BY_ARCHITECTURE.get(arch, _SMALL)[kernel]
+    return Configuration(*tiles.get(width, tiles[wide])[load])
 
 
 def interpreted(length: int) -> Configuration:
