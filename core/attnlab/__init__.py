@@ -19,6 +19,7 @@ _HOMES = {
     "RecurrentState": "attnlab.state",
     "LinearState": "attnlab.state",
     "CacheState": "attnlab.state",
+    "WindowState": "attnlab.window_state",
     "Attention": "attnlab.interface",
     "AttentionMask": "attnlab.mask",
     "AttentionOutput": "attnlab.call",
@@ -81,6 +82,7 @@ __all__ = [
     "UnsupportedRequest",
     "VariantUnavailable",
     "Visibility",
+    "WindowState",
     "__version__",
     "attend",
     "attention",
@@ -119,6 +121,7 @@ if TYPE_CHECKING:
     from attnlab.request import Request
     from attnlab.state import CacheState, LinearState, RecurrentState, State
     from attnlab.visibility import Visibility
+    from attnlab.window_state import WindowState
 
 
 def __getattr__(name: str) -> Any:

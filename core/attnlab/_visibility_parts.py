@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,23 @@ def rows(positions: Tensor, start: int, stop: int) -> Tensor:
 
 def slice_axis(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
     return tensor if tensor.shape[axis] == 1 else tensor.narrow(axis, start, stop - start)
+
+
+def without_columns(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """The last axis, keys, without those from `start` to `stop`; one column that stands for all stays."""
+    if tensor.shape[-1] == 1:
+        return tensor
+    return torch.cat([tensor[..., :start], tensor[..., stop:]], -1)
+
+
+def moved_back(function: Callable[..., Any], start: int, gone: int) -> Callable[..., Any]:
+    """A `mask_mod` or `score_mod` of positions, for positions where `gone` keys from `start` on were taken out."""
+
+    def moved(*parts: Any) -> Any:
+        *others, q, k = parts
+        return function(*others, q + gone, torch.where(k < start, k, k + gone))
+
+    return moved
 
 
 def broadcast_rows(ids: Tensor, batch: int) -> Tensor:

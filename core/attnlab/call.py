@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnlab._visibility_parts import moved_back, without_columns
 from attnlab.state import State
 from attnlab.visibility import Visibility
 
@@ -95,6 +96,28 @@ class Call:
             self.need_weights,
             self.need_lse,
             self.state,
+            self.recording,
+        )
+
+    def without_keys(self, start: int, stop: int) -> Call:
+        """This call for keys of which those from `start` to `stop` are forgotten, and with no state: see `Visibility.without_keys`."""
+        assert self.visibility is not None
+        bias, score_mod = self.bias, self.score_mod
+        if start < stop:
+            bias = None if bias is None else without_columns(bias, start, stop)
+            score_mod = None if score_mod is None else moved_back(score_mod, start, stop - start)
+        return Call(
+            self.visibility.without_keys(start, stop) if start < stop else self.visibility,
+            self.scale,
+            bias,
+            self.softcap,
+            score_mod,
+            self.sinks,
+            self.gates,
+            self.dropout_p,
+            self.need_weights,
+            self.need_lse,
+            None,
             self.recording,
         )
 

@@ -146,6 +146,14 @@ class Attention(nn.Module):
 
         return run
 
+    def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
+        """One call with a state and no further argument but `causal`, like the call that the state came from.
+
+        A shortcut for decoding, as `plain_function` is for small inputs; None where the call must go the whole way, because of
+        what the state holds or because gradients are wanted. The state is spent by the caller.
+        """
+        return None
+
     def was_served(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
         """Whether a call like this, without further arguments, was judged and served before."""
         return call_signature("", query, key, value, causal) in self._served
@@ -252,14 +260,18 @@ class Attention(nn.Module):
             and dropout_p == 0.0
             and need_weights is False
             and need_lse is False
-            and state is None
         )
         signature = None
         if bare and not torch.compiler.is_compiling():
-            signature = call_signature("", query, key, value, causal is True)
+            signature = call_signature("" if state is None else "step", query, key, value, causal is True)
             if signature in self._served and signature and not torch._C._is_any_autocast_enabled():
-                return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
-        elif not bare:
+                if state is None:
+                    return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
+                if state._judged == signature and (step := self.plain_step(query, key, value, state)):
+                    state.spent = True
+                    return step
+        bare = bare and state is None
+        if not bare:
             check_flags(self.name, dropout_p, need_weights, need_lse, gates)
         try:
             batch, heads, lq, dq = query.shape
@@ -395,15 +407,16 @@ class Attention(nn.Module):
         result = self.attend(query, key, value, call)
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
-        # A signature says nothing of gradients, so what serves it must be known to hold with them.
-        if (
-            signature is not None
-            and self.capabilities.backward
-            and (recording or not (self._judges or self._conflict_bits))
+        # A signature says nothing of gradients, so what serves it must be known to hold with them; steps take none.
+        if signature is not None and (
+            (state is not None and not self._judges)
+            or (self.capabilities.backward and (recording or not (self._judges or self._conflict_bits)))
         ):
             if len(self._served) > 512:
                 self._served.clear()
             self._served.add(signature)
+            if result.state is not None:
+                result.state.__dict__["_judged"] = signature
         if visibility is not None and visibility.query_present is not None:
             return without_absent_queries(result, visibility.query_present)
         return result

@@ -17,11 +17,13 @@ from attnlab._visibility_parts import (
     check_shape,
     checked_allowed,
     count_of,
+    moved_back,
     past_ids,
     ranks,
     rows,
     slice_axis,
     with_past,
+    without_columns,
 )
 from attnlab.errors import InvalidInput
 from attnlab.mask import AttentionMask, MaskMod
@@ -199,9 +201,7 @@ class Visibility:
 
         The first `sink_tokens` positions are exempt from this left bound, not from one that was there before.
         """
-        both = Visibility(self.batch, self.num_heads, self.query_length, self.key_length, self.device)
-        for name in Visibility.__slots__:  # not copy.copy: torch.compile cannot trace it
-            setattr(both, name, getattr(self, name))
+        both = self._copy()
         if right is not None:
             both.right = right if self.right is None else min(right, self.right)
         if left is not None and self.left is None:
@@ -215,6 +215,35 @@ class Visibility:
         if not torch.compiler.is_compiling():  # a program must serve lengths on either side of the window
             both._drop_what_hides_nothing()
         return both
+
+    def without_keys(self, start: int, stop: int) -> Visibility:
+        """A copy for keys of which those from `start` to `stop` were taken out; those behind move up.
+
+        They must stand before every query, and nothing may be packed: then a window counts as before once queries have moved up too.
+        What callers wrote as functions is handed the positions that it knows.
+        """
+        fewer, gone = self._copy(), stop - start
+        fewer.key_length, fewer.offset = self.key_length - gone, self.offset - gone
+        rule = self.mask_mod
+        if (
+            self.left is not None and self.sink_tokens < start
+        ):  # keys that stay behind are further than they look
+            left, sinks = self.left, self.sink_tokens
+            rule = _also(rule, lambda b, h, q, k: (k >= q - left) | (k < sinks))
+            fewer.left, fewer.sink_tokens = None, 0
+        if rule is not None:
+            fewer.mask_mod = moved_back(rule, start, gone)
+        fewer.allowed = None if self.allowed is None else without_columns(self.allowed, start, stop)
+        if self.key_present is not None:
+            fewer.key_present = without_columns(self.key_present, start, stop)
+        fewer._query_positions = fewer._key_positions = None
+        return fewer
+
+    def _copy(self) -> Visibility:
+        same = Visibility(self.batch, self.num_heads, self.query_length, self.key_length, self.device)
+        for name in Visibility.__slots__:  # not copy.copy: torch.compile cannot trace it
+            setattr(same, name, getattr(self, name))
+        return same
 
     # -- what the parts say -----------------------------------------------------------------------------------
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from attnlab import AttentionOutput, Call, InvalidInput, ScoreAttention
+from attnlab import (
+    AttentionOutput,
+    Call,
+    InvalidInput,
+    ScoreAttention,
+    State,
+    UnsupportedRequest,
+    WindowState,
+)
+from attnlab.engines import fused_step
 
 
 class SlidingWindowAttention(ScoreAttention):
@@ -30,6 +40,7 @@ class SlidingWindowAttention(ScoreAttention):
         exports=True,
         notes={"cross_lengths": "its window would have two readings; dot_product takes window= with offset="},
     )
+    state_type = WindowState
     inner_product = True
 
     def __init__(self, *, left: int = 255, right: int = 0, sink_tokens: int = 0, **sizes: Any) -> None:
@@ -45,4 +56,63 @@ class SlidingWindowAttention(ScoreAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         inside = call.within(query, key, left=self.left, right=self.right, sink_tokens=self.sink_tokens)
-        return super().attend(query, key, value, inside)
+        if call.state is None:
+            return super().attend(query, key, value, inside)
+        key, value, state = self.extended(key, value, call)
+        first = self.sink_tokens
+        result = super().attend(query, key, value, inside.without_keys(first, first + state.evicted))
+        weights = result.weights
+        if weights is not None and state.evicted:
+            unseen = weights.new_zeros(*weights.shape[:3], state.evicted)
+            weights = torch.cat([weights[..., :first], unseen, weights[..., first:]], -1)
+        return AttentionOutput(result.out, weights, result.lse, state)
+
+    def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
+        if not isinstance(state, WindowState) or not self._made(state):
+            return None
+        return fused_step(query, key, value, state)
+
+    def extended(
+        self, key: Tensor, value: Tensor, call: Call, **further: Any
+    ) -> tuple[Tensor, Tensor, WindowState]:
+        """As ever, without what no query from here on can see; nothing is forgotten where queries do not continue from the state."""
+        state, seen = call.state, call.visibility
+        assert isinstance(state, WindowState)
+        assert seen is not None
+        if not self._made(state):
+            raise InvalidInput(
+                f"{self.name}: the state was made for left={state.left}, sink_tokens={state.sink_tokens} and this variant has "
+                f"left={self.left}, sink_tokens={self.sink_tokens}; use its own init_state"
+            )
+        continues = (
+            seen.query_segments is None and isinstance(seen.offset, int) and seen.offset >= state.length
+        )
+        if state.evicted and not continues:
+            raise UnsupportedRequest(
+                f"{self.name}: its state has forgotten what the window had left, so queries must continue from its length, "
+                f"{state.length}; leave offset out, or give it from the first call on, and nothing is forgotten"
+            )
+        return super().extended(key, value, call, forget=continues, **further)  # type: ignore[return-value]
+
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> WindowState:
+        """An empty cache that keeps what the window can see: memory is bounded by the window, `capacity` by nothing but its word."""
+        return WindowState.for_window(
+            self.left,
+            self.sink_tokens,
+            batch,
+            self.num_kv_heads,
+            self.key_dim,
+            self.value_dim,
+            capacity,
+            device,
+            dtype,
+        )
+
+    def _made(self, state: WindowState) -> bool:
+        return state.left == self.left and state.sink_tokens == self.sink_tokens

@@ -5,7 +5,7 @@ a window.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a r
 """
 
 from attnlab.engines.banded import Band, band_of, banded_attention
-from attnlab.engines.fused import MASK_ELEMENTS, fused_attention
+from attnlab.engines.fused import MASK_ELEMENTS, fused_attention, fused_step
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
@@ -24,6 +24,7 @@ __all__ = [
     "expand_heads",
     "fold_groups",
     "fused_attention",
+    "fused_step",
     "in_own_precision",
     "read_sums",
     "scan_recurrence",

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnlab.call import AttentionOutput
 from attnlab.engines.tiled import PLAIN_ELEMENTS
+from attnlab.state import CacheState, State
 
 if TYPE_CHECKING:
     from attnlab.call import Call
@@ -71,6 +73,28 @@ def fused_attention(
         else:
             mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=bias.dtype, device=query.device))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def fused_step(query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
+    """One new token against a cache of which it may see everything, by torch's function with its own scale.
+
+    `Attention.plain_step` of variants for which that is true; None where the cache or the call is not so plain.
+    """
+    batch, heads, queries, width = query.shape
+    _, kv_heads, keys, value_dim = value.shape
+    if queries != 1 or keys != 1 or width != value_dim or not isinstance(state, CacheState):
+        return None  # torch's CPU kernel takes one width
+    if torch.is_grad_enabled() and query.requires_grad:
+        return None
+    held = state.append_step(key, value)
+    if held is None:
+        return None
+    if heads != kv_heads:  # the queries of a group as rows beside each other: each key is read once
+        rows = query.reshape(batch, kv_heads, heads // kv_heads, width)
+        out = scaled_dot_product_attention(rows, held[0], held[1]).reshape(batch, heads, 1, value_dim)
+    else:
+        out = scaled_dot_product_attention(query, held[0], held[1])
+    return AttentionOutput(out, None, None, held[2])
 
 
 def asks_for_out_alone(call: Call) -> bool:

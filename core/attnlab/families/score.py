@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.banded import band_of, banded_attention
-from attnlab.engines.fused import fused_attention
+from attnlab.engines.fused import fused_attention, fused_step
 from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
 from attnlab.errors import PluginError
@@ -66,6 +66,7 @@ class ScoreAttention(Attention):
     inner_product: bool = False
     tile_cost: int = 1
     _bare_fused: bool = False
+    _bare_step: bool = False
 
     def __init__(
         self,
@@ -85,21 +86,20 @@ class ScoreAttention(Attention):
         )
         kind = type(self)
         # Nothing of the author's stands between the inputs and torch's function with its defaults.
-        self._bare_fused = (
-            kind.inner_product
-            and self.num_heads == self.num_kv_heads
-            and all(
-                getattr(kind, method) is getattr(ScoreAttention, method)
-                for method in (
-                    "project_query",
-                    "project_key",
-                    "reweight",
-                    "default_scale",
-                    "attend",
-                    "scores",
-                )
+        self._bare_step = kind.inner_product and all(
+            getattr(kind, method) is getattr(ScoreAttention, method)
+            for method in (
+                "project_query",
+                "project_key",
+                "reweight",
+                "default_scale",
+                "attend",
+                "scores",
+                "extended",
+                "init_state",
             )
         )
+        self._bare_fused = self._bare_step and self.num_heads == self.num_kv_heads
 
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Scores `[B, Hq, tq, tk]`, before scale, of projected `query [B, Hq, tq, *]` and `key [B, Hq, tk, *]`: a tile.
@@ -132,10 +132,13 @@ class ScoreAttention(Attention):
             return _fused_causal
         return scaled_dot_product_attention if contiguous else _fused_plain
 
+    def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
+        return fused_step(query, key, value, state) if self._bare_step else None
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         state: State | None = None
         if call.state is not None:
-            key, value, state = self._appended(key, value, call)
+            key, value, state = self.extended(key, value, call)
         kind = type(self)
         query = self.project_query(query)
         if kind.project_key is not ScoreAttention.project_key:
@@ -191,9 +194,12 @@ class ScoreAttention(Attention):
         )
 
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
-        return self._appended(key, value, call)[2]
+        return self.extended(key, value, call)[2]
 
-    def _appended(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, CacheState]:
+    def extended(
+        self, key: Tensor, value: Tensor, call: Call, **further: Any
+    ) -> tuple[Tensor, Tensor, CacheState]:
+        """Keys and values that the state of `call` holds with these behind them, and the next state; `further` goes to its `append`."""
         assert isinstance(call.state, CacheState)
         seen = call.visibility
         return call.state.append(
@@ -203,6 +209,7 @@ class ScoreAttention(Attention):
             recording=call.recording or (call.score_mod is not None and torch.is_grad_enabled()),
             present=None if seen is None else seen.key_present,
             segments=None if seen is None else seen.key_segments,
+            **further,
         )
 
 
