@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlab import InvalidInput, ScoreAttention
+from attnlab.engines import additive_scores, by_blocks
 
 
 class AdditiveAttention(ScoreAttention):
@@ -43,7 +44,6 @@ class AdditiveAttention(ScoreAttention):
         if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
             raise InvalidInput(f"{self.name}: hidden_size must be an int of 1 or more, got {hidden!r}")
         self.options = {"hidden_size": hidden}
-        self.tile_cost = hidden
         self.W_q = nn.Parameter(torch.empty(num_heads, hidden, self.head_dim))
         self.W_k = nn.Parameter(torch.empty(num_heads, hidden, self.key_dim))
         self.v = nn.Parameter(torch.empty(num_heads, hidden))
@@ -65,6 +65,7 @@ class AdditiveAttention(ScoreAttention):
         return key @ self.W_k.to(key.dtype).transpose(-1, -2)  # [B, H, Lk, A]
 
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        hidden = torch.tanh(query.to(wide)[:, :, :, None] + key.to(wide)[:, :, None])  # [B, H, tq, tk, A]
-        return torch.einsum("bhqka,ha->bhqk", hidden, self.v.to(wide))
+        return additive_scores(query, key, self.v)
+
+    def tile_cost_of(self, query: Tensor) -> int:
+        return 1 if by_blocks(query) else self.options["hidden_size"]

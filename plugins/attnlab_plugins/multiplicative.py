@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlab import InvalidInput, Reason, Request, ScoreAttention
+from attnlab.engines import additive_scores, by_blocks
 
 SCORES = ("dot", "general", "concat", "location")
 
@@ -67,7 +68,6 @@ class MultiplicativeAttention(ScoreAttention):
         elif score == "concat":
             self.W_a = nn.Parameter(torch.empty(num_heads, hidden, self.head_dim + self.key_dim))
             self.v_a = nn.Parameter(torch.empty(num_heads, hidden))
-            self.tile_cost = hidden
         else:
             why = "location scores source positions by W_a, whose rows one length fixes"
             self.narrow(
@@ -125,7 +125,8 @@ class MultiplicativeAttention(ScoreAttention):
             index = index[:, None, None, :].expand(query.shape[0], query.shape[1], query.shape[2], -1)
             return query.gather(3, index)
         if self.score == "concat":
-            wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-            hidden = torch.tanh(query.to(wide)[:, :, :, None] + key.to(wide)[:, :, None])  # [B, H, tq, tk, A]
-            return torch.einsum("bhqka,ha->bhqk", hidden, self.v_a.to(wide))
+            return additive_scores(query, key, self.v_a)
         return super().scores(query, key, query_positions=query_positions, key_positions=key_positions)
+
+    def tile_cost_of(self, query: Tensor) -> int:
+        return self.options["hidden_size"] if self.score == "concat" and not by_blocks(query) else 1

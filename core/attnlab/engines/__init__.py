@@ -1,9 +1,10 @@
 """The machinery that families and plugins share: pure torch, any device. Stable for plugins.
 
 heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  fused: torch's fused kernels.  banded: inside
-a window.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
+a window.  additive: the score v^T tanh(q + k) of a tile.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
 """
 
+from attnlab.engines.additive import additive_scores, by_blocks
 from attnlab.engines.banded import Band, band_of, banded_attention
 from attnlab.engines.fused import MASK_ELEMENTS, fused_attention, fused_step
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
@@ -16,9 +17,11 @@ __all__ = [
     "Band",
     "Scoring",
     "accumulation_dtype",
+    "additive_scores",
     "align_to_queries",
     "band_of",
     "banded_attention",
+    "by_blocks",
     "causal_linear",
     "causal_linear_blocks",
     "expand_heads",

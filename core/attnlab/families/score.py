@@ -125,6 +125,10 @@ class ScoreAttention(Attention):
         """A factor `[B, Hq, tq, tk]` on the normalised weights of a tile; None where there is none."""
         return None
 
+    def tile_cost_of(self, query: Tensor) -> int:
+        """`tile_cost` for projected queries such as these, where it depends on their device or on who traces."""
+        return self.tile_cost
+
     def plain_function(self, causal: bool, contiguous: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if not self._bare_fused:
             return super().plain_function(causal, contiguous)
@@ -164,7 +168,7 @@ class ScoreAttention(Attention):
             call.sinks,
             reweight,
             call.dropout_p,
-            self.tile_cost,
+            self.tile_cost_of(query),
             self.capabilities.isolates_nonfinite,
         )
         result = tiled_attention(

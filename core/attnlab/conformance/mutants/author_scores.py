@@ -53,6 +53,21 @@ class HiddenInTheProjectionsDtype(TextbookAdditive):
         return torch.tanh(query[:, :, :, None] + key[:, :, None])
 
 
+class FactorsWithoutGuard(TextbookAdditive):
+    """tanh(a + b) = 1 - 2 / (1 + exp(2a) exp(2b)), where one factor may be infinite and the other 0."""
+
+    def hidden(self, query: Tensor, key: Tensor) -> Tensor:
+        factors = torch.exp(2 * wide(query))[:, :, :, None] * torch.exp(2 * wide(key))[:, :, None]
+        return 1 - 2 / (1 + factors)
+
+
+class FactorsOfClampedRows(FactorsWithoutGuard):
+    """The same with each side held to 40, so that 50 and -43 make tanh of 0 instead of 7."""
+
+    def hidden(self, query: Tensor, key: Tensor) -> Tensor:
+        return super().hidden(query.clamp(-40, 40), key.clamp(-40, 40))
+
+
 class DetachedVector(TextbookAdditive):
     def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
         return torch.einsum("bhqka,ha->bhqk", self.hidden(query, key), wide(self.v.data))
@@ -170,6 +185,8 @@ MUTANTS = (
     Mutant(AdditiveKeepsTheRoot, "agrees_with_definition", "an additive score over sqrt(d)"),
     Mutant(KeysTakeTheQuerysMatrix, "agrees_with_definition", "W_q on both sides"),
     Mutant(HiddenInTheProjectionsDtype, "autocast_agrees", "a projection in autocast's dtype"),
+    Mutant(FactorsWithoutGuard, "golden_cases_are_reproduced", "exp(2a) exp(2b) without a guard"),
+    Mutant(FactorsOfClampedRows, "golden_cases_are_reproduced", "exp(2a) exp(2b) of clamped rows"),
     Mutant(DetachedVector, "gradients_reach_every_parameter", "v.data in the forward"),
     Mutant(MatrixOfTheKeyHead, "agrees_with_definition", "W_a by key head"),
     Mutant(LuongKeepsTheRoot, "agrees_with_definition", "Luong's score over sqrt(d)"),

@@ -1,0 +1,166 @@
+"""The additive score `sum_d v_d tanh(q_d + k_d)` of a tile, without `[tq, tk, A]` and without a tanh for each of its elements.
+
+With `u = exp(-2 q)` and `e = exp(2 k)`, made once for each row, `tanh(q + k) = 1 - 2 u / (u + e)`: an addition and a reciprocal
+for each element, which a batched product with `v u` sums. The derivative is `4 u e / (u + e)^2`, so that backward needs the
+same reciprocals again, and keeps nothing but its inputs. Powers of e have a range: rows beyond `REACH` go by tanh itself.
+
+Notation: tq, tk sides of the tile, A hidden size; g gradient of the scores; r = 1 / (u + e). Needs torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.engines.heads import accumulation_dtype
+
+# Elements of `[rows, A, tk]` that are worked on together: 1 MiB of float32, the second-level caches of two cores.
+BLOCK_ELEMENTS = 1 << 18
+# Squares of reciprocals down to exp(-4 REACH) must be normal numbers; float64 could go further and has no need.
+REACH = 20.0
+
+
+def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+    """`[B, H, tq, tk]` in the accumulation dtype, of `query [B, H, tq, A]`, `key [B, H, tk, A]` and `v [H, A]`.
+
+    On a CPU in eager mode by blocks, exact to the rounding of tanh; elsewhere as written, in `tq tk A` temporaries
+    (`by_blocks` tells which).
+    """
+    wide = accumulation_dtype(query.dtype)
+    query, key, v = query.to(wide), key.to(wide), v.to(wide)
+    if not by_blocks(query, key, v):
+        return _as_written(query, key, v)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or v.requires_grad):
+        scores: Tensor = _Scores.apply(query, key, v)  # type: ignore[no-untyped-call]
+        return scores
+    return _forward(query, key, v)
+
+
+def by_blocks(*tensors: Tensor) -> bool:
+    """Whether these are plain tensors on the CPU whose numbers can be looked at: no graph, no transform, no fake."""
+    return (
+        all(x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _as_written(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.tanh(query[:, :, :, None] + key[:, :, None])  # [B, H, tq, tk, A]
+    return torch.einsum("bhqka,ha->bhqk", hidden, v)
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, v)
+        return _forward(query, key, v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        query, key, v = ctx.saved_tensors
+        if torch.is_grad_enabled():  # gradients of these gradients are wanted
+            scores = _as_written(query, key, v)
+            return torch.autograd.grad(scores, (query, key, v), grad, create_graph=True)
+        return _backward(grad, query, key, v)
+
+
+def _blocks(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """`(rows, columns)` of a block: whole rows of keys where they fit."""
+    rows, columns, width = query.shape[2], key.shape[2], query.shape[3]
+    columns = min(columns, max(64, BLOCK_ELEMENTS // (width * 4)))
+    return min(rows, max(1, BLOCK_ELEMENTS // (columns * width))), columns
+
+
+def _within_reach(*tensors: Tensor) -> bool:
+    return all(x.numel() == 0 or bool(x.abs().amax() <= REACH) for x in tensors)  # False for NaN
+
+
+def _forward(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+    batch, heads, tq, width = query.shape
+    tk = key.shape[2]
+    scores = query.new_empty(batch, heads, tq, tk)
+    rows, columns = _blocks(query, key)
+    near = _within_reach(query, key)
+    for b in range(batch):
+        for h in range(heads):
+            q, k = query[b, h, :, :, None], key[b, h].T.contiguous()  # [tq, A, 1], [A, tk]
+            lead = v[h].expand(tq, 1, width)
+            if near:
+                q, k = torch.exp(-2 * q), torch.exp(2 * k)
+                lead = -2 * lead * q.transpose(1, 2)
+            whole = v[h].sum()
+            block = query.new_empty(rows, width, columns)
+            for i in range(0, tq, rows):
+                part = q[i : i + rows]
+                for j in range(0, tk, columns):
+                    other = k[:, j : j + columns]
+                    here = _view(block, part.shape[0], other.shape[1])
+                    torch.add(part, other, out=here)
+                    if near:
+                        here.reciprocal_()
+                        sums = torch.bmm(lead[i : i + rows], here)[:, 0]
+                        torch.add(sums, whole, out=scores[b, h, i : i + rows, j : j + columns])
+                    else:
+                        here.tanh_()
+                        scores[b, h, i : i + rows, j : j + columns] = torch.bmm(lead[i : i + rows], here)[
+                            :, 0
+                        ]
+    return scores
+
+
+def _view(block: Tensor, rows: int, columns: int) -> Tensor:
+    if block.shape[0] == rows and block.shape[2] == columns:
+        return block
+    return block.view(-1)[: rows * block.shape[1] * columns].view(rows, block.shape[1], columns)
+
+
+def _backward(grad: Tensor, query: Tensor, key: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and v for `grad [B, H, tq, tk]` of the scores."""
+    batch, heads, tq, width = query.shape
+    tk = key.shape[2]
+    grad_query, grad_key, grad_v = torch.empty_like(query), torch.empty_like(key), torch.zeros_like(v)
+    rows, columns = _blocks(query, key)
+    near = _within_reach(query, key)
+    for b in range(batch):
+        for h in range(heads):
+            q, k = query[b, h], key[b, h].T.contiguous()
+            if near:
+                q, k = torch.exp(-2 * q), torch.exp(2 * k)
+            g = grad[b, h]
+            of_query, of_key = q.new_zeros(tq, width), q.new_zeros(width, tk)
+            of_v = q.new_zeros(tq, width)
+            block = q.new_empty(rows, width, columns)
+            for i in range(0, tq, rows):
+                part, stop = q[i : i + rows], min(i + rows, tq)
+                for j in range(0, tk, columns):
+                    other, end = k[:, j : j + columns], min(j + columns, tk)
+                    gs = g[i:stop, j:end]
+                    here = _view(block, stop - i, end - j)
+                    torch.add(part[:, :, None], other, out=here)
+                    here.reciprocal_() if near else here.tanh_()
+                    of_v[i:stop] += torch.bmm(here, gs[:, :, None])[
+                        ..., 0
+                    ]  # sum over keys of g r (or g tanh)
+                    here.square_()
+                    if not near:
+                        here.neg_().add_(1)
+                    here.mul_(gs[:, None])
+                    # By channel, as each has rows and columns of its own: sum_j (g r^2) e and sum_i u (g r^2).
+                    by_channel = here.transpose(0, 1)  # [A, rows, columns]
+                    right = other[:, :, None] if near else other.new_ones(1, 1, 1).expand(width, end - j, 1)
+                    left = part.T[:, None] if near else part.new_ones(1, 1, 1).expand(width, 1, stop - i)
+                    of_query[i:stop] += torch.bmm(by_channel, right)[..., 0].T
+                    of_key[:, j:end] += torch.bmm(left, by_channel)[:, 0]
+            if near:
+                torch.mul(of_query * q, 4 * v[h], out=grad_query[b, h])
+                torch.mul((of_key * k).T, 4 * v[h], out=grad_key[b, h])
+                grad_v[h] += g.sum() - 2 * (of_v * q).sum(0)
+            else:
+                torch.mul(of_query, v[h], out=grad_query[b, h])
+                torch.mul(of_key.T, v[h], out=grad_key[b, h])
+                grad_v[h] += of_v.sum(0)
+    return grad_query, grad_key, grad_v

@@ -1,0 +1,121 @@
+"""The additive score by blocks: tanh(q + k) without a tanh, whatever the range of q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnlab.conformance.watching import DispatchMode
+from attnlab.engines import additive, additive_scores, by_blocks
+
+SHAPES = [(1, 2, 5, 7, 3), (2, 2, 130, 90, 64), (1, 1, 1, 700, 16), (1, 2, 300, 1, 64), (1, 1, 40, 1500, 5)]
+
+
+def drawn(shape: tuple[int, ...], spread: float = 1.0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    b, h, tq, tk, a = shape
+    generator = torch.Generator().manual_seed(tq)
+    sizes = ((b, h, tq, a), (b, h, tk, a), (h, a))
+    return [
+        (torch.randn(*s, generator=generator, dtype=torch.float64) * (spread if len(s) == 4 else 1)).to(dtype)
+        for s in sizes
+    ]
+
+
+def written(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+    return (torch.tanh(query[:, :, :, None] + key[:, :, None]) * v[:, None, None]).sum(-1)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0, 60.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores_and_gradients_are_those_of_the_formula(shape: tuple[int, ...], spread: float) -> None:
+    inputs = drawn(shape, spread)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    others = [x.clone().requires_grad_() for x in inputs]
+    exact, got = written(*leaves), additive_scores(*others)
+    direction = torch.randn(exact.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(got, exact, rtol=1e-13, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(additive_scores(*inputs), got)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, others, direction),
+        torch.autograd.grad(exact, leaves, direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("far", [19.9, 20.1, 43.0, 50.0, 88.0, 100.0, 700.0, 1e6])
+def test_sides_that_cancel_are_exact_however_far_they_are(far: float, dtype: torch.dtype) -> None:
+    left = torch.tensor([far, -far, far], dtype=dtype).view(1, 1, 1, 3)
+    right = torch.tensor([[-far, far, -far], [-far + 7, far - 3, 0.25 - far]], dtype=dtype).view(1, 1, 2, 3)
+    v = torch.tensor([[1.0, 2.0, -0.5]], dtype=dtype)
+    got = [x.clone().requires_grad_() for x in (left, right, v)]
+    exact = [x.double().requires_grad_() for x in (left, right, v)]
+    scores, wanted = additive_scores(*got), written(*exact)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(scores.double(), wanted, rtol=0, atol=40 * unit)
+    for mine, theirs in zip(
+        torch.autograd.grad(scores.sum(), got), torch.autograd.grad(wanted.sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=40 * unit)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_goes_where_the_formula_sends_it(bad: float) -> None:
+    query, key, v = drawn((1, 1, 3, 4, 5))
+    query[0, 0, 1, 2] = bad
+    torch.testing.assert_close(additive_scores(query, key, v), written(query, key, v), equal_nan=True)
+    query[0, 0, 1, 2], key[0, 0, 3, 2] = 0.5, bad
+    torch.testing.assert_close(additive_scores(query, key, v), written(query, key, v), equal_nan=True)
+
+
+def test_second_derivatives_are_those_of_the_formula() -> None:
+    inputs = [x.requires_grad_() for x in drawn((1, 2, 3, 4, 5))]
+    assert torch.autograd.gradgradcheck(additive_scores, inputs)
+
+
+def test_no_temporary_has_the_hidden_size_beside_both_lengths() -> None:
+    class Largest(DispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for x in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(x, Tensor):
+                    self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+            return result
+
+    inputs = [x.requires_grad_() for x in drawn((1, 1, 256, 512, 64), dtype=torch.float32)]
+    with Largest() as mode:
+        additive_scores(*inputs).sum().backward()
+    assert mode.elements <= additive.BLOCK_ELEMENTS < 256 * 512 * 64
+
+
+def test_half_precision_sums_in_float32() -> None:
+    inputs = drawn((1, 2, 9, 11, 32), dtype=torch.bfloat16)
+    got = additive_scores(*inputs)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), written(*(x.double() for x in inputs)), rtol=0, atol=1e-5)
+
+
+def test_graphs_transforms_and_tensors_without_numbers_go_by_the_formula_as_written() -> None:
+    inputs = drawn((1, 2, 3, 4, 5))
+    assert by_blocks(*inputs)
+    assert not by_blocks(*(x.to("meta") for x in inputs))
+    answers: list[bool] = []
+
+    def watched(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+        answers.append(by_blocks(query, key, v))
+        return additive_scores(query, key, v)
+
+    mapped = torch.func.vmap(watched)(*(torch.stack([x, x + 1]) for x in inputs))
+    torch.testing.assert_close(mapped[0], written(*inputs))
+    torch.func.jvp(watched, tuple(inputs), tuple(inputs))
+    torch.func.grad(lambda *x: watched(*x).sum())(*inputs)
+    with torch.autograd.forward_ad.dual_level():
+        watched(torch.autograd.forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:])
+    assert answers == [False] * 4
