@@ -193,4 +193,4 @@ def _check_state(variant: Attention, state: Any, batch: int, new: int, key: Tens
         raise InvalidInput(
             f"{name}: state must be a {variant.state_type.__name__} from its own init_state, got a {type(state).__name__}"
         )
-    state.check(name, batch, variant.num_kv_heads, variant.key_dim, variant.value_dim, new, key)
+    state.check(name, batch, *variant.state_sizes, new, key)

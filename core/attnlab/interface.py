@@ -172,6 +172,11 @@ class Attention(nn.Module):
         """Every reason to refuse `request`; empty where it is served. Overriding adds reasons to these."""
         return describe_refusal(self, request)
 
+    @property
+    def state_sizes(self) -> tuple[int, int, int]:
+        """`(heads, key width, value width)` of what its states keep, which `State.check` is told."""
+        return self.num_kv_heads, self.key_dim, self.value_dim
+
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
         """The state after these tokens, with nothing read from it. Written by variants that declare `state`."""
         raise PluginError(f"{type(self).__name__} declares state but writes no absorb(key, value, call)")

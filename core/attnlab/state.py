@@ -133,12 +133,15 @@ class CacheState(State):
         capacity: int | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        *,
+        value_heads: int | None = None,
     ) -> CacheState:
+        """With no tokens yet. value_heads: where they are not as many as those of keys."""
         check_room(batch, capacity)
         room = capacity or 0
         return cls(
             key=torch.zeros(batch, kv_heads, room, key_dim, device=device, dtype=dtype),
-            value=torch.zeros(batch, kv_heads, room, value_dim, device=device, dtype=dtype),
+            value=torch.zeros(batch, value_heads or kv_heads, room, value_dim, device=device, dtype=dtype),
             capacity=capacity,
         )
 

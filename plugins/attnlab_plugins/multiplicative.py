@@ -68,6 +68,7 @@ class MultiplicativeAttention(ScoreAttention):
         elif score == "concat":
             self.W_a = nn.Parameter(torch.empty(num_heads, hidden, self.head_dim + self.key_dim))
             self.v_a = nn.Parameter(torch.empty(num_heads, hidden))
+            self.projected_width = hidden
         else:
             why = "location scores source positions by W_a, whose rows one length fixes"
             self.narrow(

@@ -53,7 +53,12 @@ def _score(
         return _dot(q, k)
     if formula == "additive":
         inside = [x + y for x, y in zip(_times(w["W_q"][h], q), _times(w["W_k"][h], k), strict=True)]
-        return _dot(w["v"][h], [math.tanh(x) for x in inside])
+        if options.get("bias"):
+            inside = [x + y for x, y in zip(inside, w["b"][h], strict=True)]
+        vector = w["v"][h]
+        if options.get("weight_norm"):
+            vector = [w["g"][h] * x / math.sqrt(_dot(vector, vector)) for x in vector]
+        return _dot(vector, [math.tanh(x) for x in inside])
     form = options["score"]
     if form == "dot":
         return _dot(q, k)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from attnlab import InvalidInput, create
+from attnlab import InvalidInput, create, run_checks
 
 CLOSE = {"atol": 1e-12, "rtol": 1e-11}  # float64, sums of a few dozen terms of order 1
 
@@ -92,3 +93,40 @@ def test_the_default_scale_is_one(make: Any) -> None:
 def test_a_hidden_size_that_cannot_be_is_refused(size: Any) -> None:
     with pytest.raises(InvalidInput, match="hidden_size must be an int of 1 or more"):
         create("additive", num_heads=1, head_dim=4, hidden_size=size)
+
+
+@pytest.mark.parametrize("word", ["shared", "bias", "weight_norm"])
+def test_a_switch_that_is_none_is_refused(word: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{word} must be True or False, got 1"):
+        create("additive", num_heads=1, head_dim=4, **{word: 1})
+
+
+def test_shared_parameters_are_those_of_every_head(make: Any) -> None:
+    shared = create("additive", num_heads=3, head_dim=4, shared=True).double()
+    apart = create("additive", num_heads=3, head_dim=4).double()
+    apart.load_state_dict({n: p.expand(3, *p.shape[1:]) for n, p in shared.state_dict().items()})
+    q, k, v = make(1, 3, 4, 4), make(1, 3, 5, 4), make(1, 3, 5, 4)
+    torch.testing.assert_close(shared(q, k, v).out, apart(q, k, v).out, **CLOSE)
+    assert sum(p.numel() for p in shared.parameters()) * 3 == sum(p.numel() for p in apart.parameters())
+
+
+def test_normed_and_biased_it_starts_as_the_plain_one(make: Any) -> None:
+    plain = create("additive", num_heads=2, head_dim=4).double()
+    normed = create("additive", num_heads=2, head_dim=4, bias=True, weight_norm=True).double()
+    missing = normed.load_state_dict(plain.state_dict(), strict=False).missing_keys
+    assert sorted(missing) == ["b", "g"]
+    with torch.no_grad():
+        normed.g.copy_(normed.v.norm(dim=-1))
+    q, k, v = make(1, 2, 4, 4), make(1, 2, 5, 4), make(1, 2, 5, 4)
+    torch.testing.assert_close(normed(q, k, v).out, plain(q, k, v).out, **CLOSE)
+    with torch.no_grad():  # the length of v has no part in it
+        normed.v.mul_(7)
+    torch.testing.assert_close(normed(q, k, v).out, plain(q, k, v).out, **CLOSE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", list(itertools.product([False, True], repeat=3))[1:], ids=str)
+def test_every_combination_of_options_passes_its_checks(options: tuple[bool, ...]) -> None:
+    switches = dict(zip(("shared", "bias", "weight_norm"), options, strict=True))
+    results = run_checks(create("additive", num_heads=2, head_dim=8, hidden_size=6, **switches), quick=True)
+    assert not [f"{r.check} [{r.case}]: {r.message}" for r in results if not r.ok]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from attnlab.engines.banded import band_of, banded_attention
 from attnlab.engines.fused import fused_attention, fused_step
 from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
-from attnlab.errors import PluginError
+from attnlab.errors import InvalidInput, PluginError
 from attnlab.interface import Attention
 from attnlab.state import CacheState, State
 
@@ -56,8 +57,9 @@ class ScoreAttention(Attention):
 
     Write `scores`; optionally `project_query` and `project_key` (run once a call, so that tiles do not repeat them), `reweight`
     (a factor on normalised weights) and `default_scale`. Set `inner_product` where the score of projected queries and keys is
-    their plain product, so that torch's fused kernels serve what they can; and `tile_cost` where a score needs a temporary
-    of that many elements a pair.
+    their plain product, so that torch's fused kernels serve what they can; `tile_cost` where a score needs a temporary
+    of that many elements a pair; and `projected_width`, the width of what `project_key` returns, where states should keep that
+    and not the keys.
     """
 
     family: ClassVar[str] = "score"
@@ -65,6 +67,8 @@ class ScoreAttention(Attention):
     state_type: ClassVar[type[State]] = CacheState
     inner_product: bool = False
     tile_cost: int = 1
+    projected_width: int | None = None
+    _keys_are_projected: bool = False
     _bare_fused: bool = False
     _bare_step: bool = False
 
@@ -141,12 +145,15 @@ class ScoreAttention(Attention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         state: State | None = None
+        kind = type(self)
+        projects = kind.project_key is not ScoreAttention.project_key and not self._keys_are_projected
+        if projects and self.projected_width is not None:
+            key, projects = self._projected(key), False
         if call.state is not None:
             key, value, state = self.extended(key, value, call)
-        kind = type(self)
         query = self.project_query(query)
-        if kind.project_key is not ScoreAttention.project_key:
-            key = self.project_key(expand_heads(key, self.num_heads))
+        if projects:
+            key = self._projected(key)
         reweight: Any = None if kind.reweight is ScoreAttention.reweight else self.reweight
         scale = self.default_scale() if call.scale is None else call.scale
         scale = 1.0 if scale is None else float(scale)
@@ -193,19 +200,55 @@ class ScoreAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> CacheState:
         """An empty cache of keys and values; with `capacity` allocated at once and never exceeded, else growing."""
+        heads, width, value_dim = self.state_sizes
         return CacheState.empty(
-            batch, self.num_kv_heads, self.key_dim, self.value_dim, capacity, device, dtype
+            batch, heads, width, value_dim, capacity, device, dtype, value_heads=self.num_kv_heads
         )
 
+    @property
+    def state_sizes(self) -> tuple[int, int, int]:
+        if self.projected_width is None:
+            return super().state_sizes
+        return self.num_heads, self.projected_width, self.value_dim
+
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
-        return self.extended(key, value, call)[2]
+        return self.extended(key if self.projected_width is None else self._projected(key), value, call)[2]
+
+    def precompute(self, key: Tensor) -> PrecomputedKeys:
+        """What this variant makes of `key [B, Hkv, Lk, Dk]` before any query is known, for queries that come one by one.
+
+        The answer is called with `(query, value, **arguments)` as the variant is with `(query, key, value, **arguments)`; gradients
+        reach key and parameters through it. `InvalidInput` for a key of another shape.
+        """
+        fits = (
+            isinstance(key, Tensor)
+            and key.dim() == 4
+            and (key.shape[1], key.shape[3])
+            == (
+                self.num_kv_heads,
+                self.key_dim,
+            )
+        )
+        if not fits:
+            got = list(key.shape) if isinstance(key, Tensor) else type(key).__name__
+            raise InvalidInput(
+                f"{self.name}: precompute takes key [B, {self.num_kv_heads}, Lk, {self.key_dim}], got {got}"
+            )
+        return PrecomputedKeys(self, key)
+
+    def _projected(self, key: Tensor) -> Tensor:
+        return self.project_key(expand_heads(key, self.num_heads))
 
     def extended(
         self, key: Tensor, value: Tensor, call: Call, **further: Any
     ) -> tuple[Tensor, Tensor, CacheState]:
         """Keys and values that the state of `call` holds with these behind them, and the next state; `further` goes to its `append`."""
         assert isinstance(call.state, CacheState)
-        seen = call.visibility
+        seen, held = call.visibility, call.state.value.shape[1]
+        if held != value.shape[1]:  # where keys are kept projected, their heads do not tell
+            raise InvalidInput(
+                f"{self.name}: the state was made for {held} key/value heads and the call has {value.shape[1]}"
+            )
         return call.state.append(
             key,
             value,
@@ -227,3 +270,34 @@ def _fused_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class PrecomputedKeys:
+    """Keys that a variant has worked on once: `keys(query, value, **arguments)`, any number of times. `ScoreAttention.precompute` makes it."""
+
+    def __init__(self, variant: ScoreAttention, key: Tensor) -> None:
+        projects = type(variant).project_key is not ScoreAttention.project_key
+        self.key = variant._projected(key) if projects else key
+        self._value_heads = variant.num_kv_heads
+        # The same parameters behind a gate that expects such keys.
+        self._variant = copy(variant)
+        self._variant.num_kv_heads, self._variant.key_dim = self.key.shape[1], self.key.shape[3]
+        self._variant._keys_are_projected = True
+        self._variant.narrow(state="precomputed keys stay as they are; a state is for keys that arrive")
+
+    def __call__(self, query: Tensor, value: Tensor, **arguments: Any) -> AttentionOutput:
+        """`Attention.forward` of these keys: `query [B, Hq, Lq, Dq]`, `value [B, Hkv, Lk, Dv]`."""
+        if isinstance(value, Tensor) and value.dim() == 4:
+            if value.shape[1] != self._value_heads:
+                raise InvalidInput(
+                    f"{self._variant.name}: value must have {self._value_heads} heads, as the keys had, got {value.shape[1]}"
+                )
+            value = expand_heads(value, self.key.shape[1])
+        answer: AttentionOutput = self._variant(query, self.key, value, **arguments)
+        return answer
+
+    def reorder(self, index: Tensor) -> PrecomputedKeys:
+        """Those of the sequences `index [B]` (beam search); a copy."""
+        chosen = copy(self)
+        chosen.key = self.key.index_select(0, index)
+        return chosen

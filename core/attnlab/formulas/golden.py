@@ -51,8 +51,8 @@ class GoldenCase:
     decimals: int = 6
 
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Whether a variant with these options is the one that the numbers were made for."""
-        return all(options.get(name) == wanted for name, wanted in self.options.items())
+        """Whether a variant with these options is the one that the numbers were made for; one that lacks an option has it off."""
+        return all(options.get(name, False) == wanted for name, wanted in self.options.items())
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """`query`, `key`, `value` or `out` with four axes."""
