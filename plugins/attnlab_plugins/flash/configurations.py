@@ -83,8 +83,8 @@ _AMPERE = _SMALL | {
     },
 }
 # sm_100 sums in a memory of its own, yet weighs the sums in registers: where rules and extras come on top, tiles of _HOPPER
-# spill. Of the forward's, first the side that a block walks over is halved, for the other says how often rows are read anew.
-# Gradients of keys and of the bias keep a side of 64, and load one stage deep where a second would spill.
+# spill. There the side that a block walks over is halved, for the other says how often rows are read anew; gradients of keys
+# and of the bias, whose matrix units ask for 64 rows, give up stages first.
 _BLACKWELL = _HOPPER | {
     "forward": _HOPPER["forward"]
     | {
@@ -95,9 +95,17 @@ _BLACKWELL = _HOPPER | {
         256: ((128, 32, 8, 2), (128, 32, 8, 2), (128, 16, 8, 2), (32, 32, 8, 2)),
     },
     "query_gradient": _HOPPER["query_gradient"]
-    | {256: ((64, 64, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2), (32, 16, 8, 1))},
+    | {
+        64: ((128, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2), (32, 16, 8, 1)),
+    },
     "key_gradient": _HOPPER["key_gradient"]
-    | {128: ((64, 128, 8, 1), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2))},
+    | {
+        16: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        32: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        64: ((64, 128, 8, 1), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        128: ((64, 128, 8, 1), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    },
     "bias_gradient": _HOPPER["bias_gradient"]
     | {256: ((32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1))},
 }
