@@ -109,10 +109,18 @@ _BLACKWELL = _HOPPER | {
     "bias_gradient": _HOPPER["bias_gradient"]
     | {256: ((32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1))},
 }
-# The registers of sm_120 run out a little before those of sm_86, in three kernels of narrow heads.
+# The registers of sm_120 run out a little before those of sm_86: dropout, softcap and rules by token take half a tile there.
 _WORKSTATION = _SMALL | {
+    "forward": _SMALL["forward"]
+    | {
+        16: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2)),
+        32: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
+    },
     "query_gradient": _SMALL["query_gradient"]
-    | {64: ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2))},
+    | {
+        64: ((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+        256: ((32, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    },
     "key_gradient": _SMALL["key_gradient"]
     | {16: ((32, 64, 8, 1), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1))},
     "bias_gradient": _SMALL["bias_gradient"]
