@@ -82,13 +82,61 @@ _AMPERE = _SMALL | {
         128: ((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2)),
     },
 }
+# sm_100 sums in a memory of its own, yet weighs the sums in registers: where rules and extras come on top, tiles of _HOPPER
+# spill. There the side that a block walks over is halved, for the other says how often rows are read anew; gradients of keys
+# and of the bias, whose matrix units ask for 64 rows, give up stages first.
+_BLACKWELL = _HOPPER | {
+    "forward": _HOPPER["forward"]
+    | {
+        16: ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        32: ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        64: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 8, 3), (64, 16, 8, 2)),
+        128: ((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (32, 32, 8, 2)),
+        256: ((128, 32, 8, 2), (128, 32, 8, 2), (128, 16, 8, 2), (32, 32, 8, 2)),
+    },
+    "query_gradient": _HOPPER["query_gradient"]
+    | {
+        64: ((128, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2), (32, 16, 8, 1)),
+    },
+    "key_gradient": _HOPPER["key_gradient"]
+    | {
+        16: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        32: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        64: ((64, 128, 8, 1), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        128: ((64, 128, 8, 1), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    },
+    "bias_gradient": _HOPPER["bias_gradient"]
+    | {256: ((32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1))},
+}
+# The registers of sm_120 run out a little before those of sm_86: dropout, softcap and rules by token take half a tile there.
+_WORKSTATION = _SMALL | {
+    "forward": _SMALL["forward"]
+    | {
+        16: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2)),
+        32: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
+    },
+    "query_gradient": _SMALL["query_gradient"]
+    | {
+        64: ((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+        256: ((32, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    },
+    "key_gradient": _SMALL["key_gradient"]
+    | {
+        16: ((32, 64, 8, 1), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+        32: ((32, 64, 8, 1), (32, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+        64: ((32, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 2), (32, 32, 8, 1)),
+    },
+    "bias_gradient": _SMALL["bias_gradient"]
+    | {64: ((32, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2))},
+}
 _FLOAT32: dict[str, dict[int, Tile]] = {
     "forward": {64: (64, 64, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)},
     "query_gradient": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
     "key_gradient": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
     "bias_gradient": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
 }
-_BY_ARCHITECTURE = {80: _AMPERE, 90: _HOPPER, 100: _HOPPER, 103: _HOPPER}
+_BY_ARCHITECTURE = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL, 120: _WORKSTATION}
 
 
 def configuration(kernel: str, arch: int, width: int, size: int, load: int) -> Configuration:
