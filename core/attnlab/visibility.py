@@ -363,6 +363,34 @@ class Visibility:
             seen = seen & rule
         return seen
 
+    def span(self, side: int = 1 << 10) -> tuple[Tensor, Tensor]:
+        """Positions of the first and the last key that each query sees, int64 `[B, H, Lq]`; (0, -1) for one that sees none."""
+        if torch.compiler.is_compiling():  # a loop over a length would make one graph for each
+            first, last = self._ends(0, self.query_length, 0, self.key_length)
+            return torch.where(last < 0, 0, first), last
+        parts = []
+        for q0 in range(0, self.query_length, side):
+            q1 = min(q0 + side, self.query_length)
+            ends = [
+                self._ends(q0, q1, k0, min(k0 + side, self.key_length))
+                for k0 in range(0, self.key_length, side)
+            ]
+            first = torch.stack([f for f, _ in ends]).amin(0)
+            last = torch.stack([n for _, n in ends]).amax(0)
+            parts.append((torch.where(last < 0, 0, first), last))
+        return torch.cat([f for f, _ in parts], 2), torch.cat([n for _, n in parts], 2)
+
+    def _ends(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
+        """`span` for a tile, with a position beyond all for queries that see none of its keys."""
+        at, seen = rows(self.key_positions, k0, k1)[..., None, :], self.tile(q0, q1, k0, k1)
+        if seen is None:
+            seen = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+        first = torch.where(seen, at, self.key_length).amin(-1)
+        last = torch.where(seen, at, -1).amax(-1)
+        # A tile may leave axes out: what it says of batch, heads and rows holds for all of them.
+        shape = (self.batch, self.num_heads, q1 - q0)
+        return first.expand(shape), last.expand(shape)
+
     def _modified(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         assert self.mask_mod is not None
         seen: Any = self.mask_mod(*self.indices(q0, q1, k0, k1))

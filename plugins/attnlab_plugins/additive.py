@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlab import InvalidInput, ScoreAttention
-from attnlab.engines import additive_scores, by_blocks
+from attnlab.engines import additive_projection, additive_scores, by_blocks
 
 
 class AdditiveAttention(ScoreAttention):
@@ -82,11 +82,11 @@ class AdditiveAttention(ScoreAttention):
         return 1.0
 
     def project_query(self, query: Tensor) -> Tensor:
-        projected = query @ self.W_q.to(query.dtype).transpose(-1, -2)  # [B, H, Lq, A]
-        return projected if self.b is None else projected + self.b.to(query.dtype)[:, None]
+        projected = additive_projection(query, self.W_q)  # [B, H, Lq, A]
+        return projected if self.b is None else projected + self.b.to(projected.dtype)[:, None]
 
     def project_key(self, key: Tensor) -> Tensor:
-        return key @ self.W_k.to(key.dtype).transpose(-1, -2)  # [B, H, Lk, A]
+        return additive_projection(key, self.W_k)  # [B, H, Lk, A]
 
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         vector = self.v

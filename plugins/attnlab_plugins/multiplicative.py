@@ -7,10 +7,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from attnlab import InvalidInput, Reason, Request, ScoreAttention
-from attnlab.engines import additive_scores, by_blocks
+from attnlab import AttentionOutput, Call, InvalidInput, Reason, Request, ScoreAttention, Visibility
+from attnlab.engines import (
+    accumulation_dtype,
+    additive_projection,
+    additive_scores,
+    by_blocks,
+    in_own_precision,
+)
 
 SCORES = ("dot", "general", "concat", "location")
+LOCAL = (None, "m", "p")
 
 
 class MultiplicativeAttention(ScoreAttention):
@@ -23,6 +30,15 @@ class MultiplicativeAttention(ScoreAttention):
     - `"concat"`: `v_a^T tanh(W_a [q; k])`, `W_a [H, A, Dq + Dk]`, `v_a [H, A]`, A = hidden_size (default head_dim).
     - `"location"`: `(W_a q)_j` at source position j, `W_a [H, max_length, Dq]`; keys beyond max_length are refused, and so are
       lengths that differ, as W_a is indexed by a position that only one length fixes.
+
+    `local` chooses which keys a query reads (section 3.2), D = half_width:
+
+    - None: all that the caller shows, global attention.
+    - `"m"`, local-m: those from D before its own position to D after it, `p_t = t`: a decoder that calls step by step says
+      `offset=t`, and one that calls for all steps at once need say nothing.
+    - `"p"`, local-p: those within D of a predicted position, weights times a Gaussian of deviation D / 2 around it (eq. 9 and 10),
+      not normalised again; `W_p [H, A, Dq]`, `v_p [H, A]`. The sentence that eq. 9 measures by S is, for each query, from the
+      first to the last key that the caller lets it see: the source without its padding, or a causal query's past.
 
     Learned for each query head. The default scale is 1. `dot` and `general` run on torch's fused kernels where these fit.
     """
@@ -42,10 +58,16 @@ class MultiplicativeAttention(ScoreAttention):
         score: str = "general",
         hidden_size: int | None = None,
         max_length: int = 512,
+        local: str | None = None,
+        half_width: int = 10,
     ) -> None:
-        if score not in SCORES:
-            raise InvalidInput(f"multiplicative: score must be one of {', '.join(SCORES)}, got {score!r}")
-        for word, size in (("hidden_size", hidden_size), ("max_length", max_length)):
+        for word, one, known in (("score", score, SCORES), ("local", local, LOCAL)):
+            if one not in known:
+                raise InvalidInput(
+                    f"multiplicative: {word} must be one of {', '.join(map(str, known))}, got {one!r}"
+                )
+        sizes = {"hidden_size": hidden_size, "max_length": max_length, "half_width": half_width}
+        for word, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise InvalidInput(f"multiplicative: {word} must be an int of 1 or more, got {size!r}")
         super().__init__(
@@ -56,8 +78,15 @@ class MultiplicativeAttention(ScoreAttention):
             value_dim=value_dim,
         )
         hidden = head_dim if hidden_size is None else hidden_size
-        self.score = score
-        self.options = {"score": score, "hidden_size": hidden, "max_length": max_length}
+        self.score, self.local, self.half_width = score, local, half_width
+        self.options = {**sizes, "score": score, "hidden_size": hidden, "local": local}
+        self.reweights = self.hides = local == "p"
+        if local is not None:
+            self.narrow(position_free=f"local-{local} reads positions")
+        if local == "p":
+            self.narrow(normalised="a Gaussian lowers weights, and they are not normalised again")
+            self.W_p = nn.Parameter(torch.empty(num_heads, hidden, self.head_dim))
+            self.v_p = nn.Parameter(torch.empty(num_heads, hidden))
         self.inner_product = score in ("dot", "general")
         if score == "dot":
             self.narrow(
@@ -88,6 +117,9 @@ class MultiplicativeAttention(ScoreAttention):
             nn.init.normal_(self.W_a, std=self.W_a.shape[-1] ** -0.5)
         if self.score == "concat":
             nn.init.normal_(self.v_a, std=self.v_a.shape[-1] ** -0.5)
+        if self.local == "p":
+            nn.init.normal_(self.W_p, std=self.W_p.shape[-1] ** -0.5)
+            nn.init.normal_(self.v_p, std=self.v_p.shape[-1] ** -0.5)
 
     def default_scale(self) -> float:
         return 1.0
@@ -106,21 +138,35 @@ class MultiplicativeAttention(ScoreAttention):
             )
         return reasons
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        if self.local == "m":
+            call = call.within(query, key, left=self.half_width, right=self.half_width)
+        elif self.local == "p":
+            centre = _centre(query, self.W_p, self.v_p, key.shape[2], call.visibility)
+            query = torch.cat([query.to(centre.dtype), centre], 3)  # which project_query and tiles read
+        return super().attend(query, key, value, call)
+
     def project_query(self, query: Tensor) -> Tensor:
+        if self.local != "p":
+            return self._projected_query(query)
+        return torch.cat([self._projected_query(query[..., :-1]), query[..., -1:]], 3)
+
+    def _projected_query(self, query: Tensor) -> Tensor:
         if self.score == "general":
             return query @ self.W_a.to(query.dtype)  # [B, H, Lq, Dk]
         if self.score == "concat":
-            return query @ self.W_a[..., : self.head_dim].to(query.dtype).transpose(-1, -2)  # [B, H, Lq, A]
+            return additive_projection(query, self.W_a[..., : self.head_dim])  # [B, H, Lq, A]
         if self.score == "location":
             return query @ self.W_a.to(query.dtype).transpose(-1, -2)  # [B, H, Lq, max_length]
         return query
 
     def project_key(self, key: Tensor) -> Tensor:
         if self.score == "concat":
-            return key @ self.W_a[..., self.head_dim :].to(key.dtype).transpose(-1, -2)  # [B, H, Lk, A]
+            return additive_projection(key, self.W_a[..., self.head_dim :])  # [B, H, Lk, A]
         return key
 
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        query = query[..., :-1] if self.local == "p" else query
         if self.score == "location":
             index = key_positions[None] if key_positions.dim() == 1 else key_positions  # [B | 1, tk]
             index = index[:, None, None, :].expand(query.shape[0], query.shape[1], query.shape[2], -1)
@@ -129,5 +175,30 @@ class MultiplicativeAttention(ScoreAttention):
             return additive_scores(query, key, self.v_a)
         return super().scores(query, key, query_positions=query_positions, key_positions=key_positions)
 
+    def visible(self, query: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        return self._distance(query, key_positions).abs() <= self.half_width
+
+    def reweight(self, query: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        return torch.exp(-2 * (self._distance(query, key_positions) / self.half_width).square())
+
+    def _distance(self, query: Tensor, key_positions: Tensor) -> Tensor:
+        """Of each key from the predicted position, `[B, H, tq, tk]`."""
+        at = key_positions if key_positions.dim() == 1 else key_positions[:, None, None]
+        return at - query[..., -1:]
+
     def tile_cost_of(self, query: Tensor) -> int:
         return self.options["hidden_size"] if self.score == "concat" and not by_blocks(query) else 1
+
+
+@in_own_precision
+def _centre(
+    query: Tensor, w_p: Tensor, v_p: Tensor, key_length: int, visibility: Visibility | None
+) -> Tensor:
+    """`p_t [B, H, Lq, 1]` in the accumulation dtype: eq. 9, counted from the first key that the query may see."""
+    wide = accumulation_dtype(query.dtype)
+    inside = torch.tanh(query.to(wide) @ w_p.to(wide).transpose(-1, -2))  # [B, H, Lq, A]
+    share = torch.sigmoid(inside @ v_p.to(wide)[:, :, None])
+    if visibility is None:
+        return key_length * share
+    first, last = visibility.span()
+    return first[..., None] + (last - first + 1)[..., None] * share

@@ -74,8 +74,10 @@ def _softmax_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) 
     q, keys, values = _operands(case, b, h, i)
     scale = arguments.get("scale", len(keys[0]) ** -0.5 if formula in DOT else 1.0)
     exponentials = {}
+    seen = [j for j in range(len(keys)) if _sees(case, b, i, j)]
+    centre, half = _centre(case, h, i, q, seen), case["options"].get("half_width")
     for j, k in enumerate(keys):
-        if _sees(case, b, i, j):
+        if j in seen and (centre is None or abs(j - centre) <= half):
             s = _score(formula, case["options"], case["parameters"], h, q, k, j) * scale
             if "softcap" in arguments:
                 s = arguments["softcap"] * math.tanh(s / arguments["softcap"])
@@ -83,7 +85,20 @@ def _softmax_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) 
                 s += arguments["bias"][0][0][i][j]
             exponentials[j] = math.exp(s)
     total = sum(exponentials.values())
+    if case["options"].get("local") == "p" and centre is not None:
+        exponentials = {j: e * math.exp(-2 * ((j - centre) / half) ** 2) for j, e in exponentials.items()}
     return [sum(e / total * values[j][d] for j, e in exponentials.items()) for d in range(len(values[0]))]
+
+
+def _centre(case: Mapping[str, Any], h: int, i: int, q: Row, seen: list[int]) -> float | None:
+    """The middle of Luong's local window; None where all is read."""
+    if case["options"].get("local") is None:
+        return None
+    if case["options"]["local"] == "m":
+        return i
+    w = case["parameters"]
+    inside = _dot(w["v_p"][h], [math.tanh(x) for x in _times(w["W_p"][h], q)])
+    return seen[0] + (seen[-1] + 1 - seen[0]) / (1 + math.exp(-inside))
 
 
 PHI: dict[str, Callable[[float], float]] = {

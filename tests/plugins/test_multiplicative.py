@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from attnlab import InvalidInput, UnsupportedRequest, create
+from attnlab import InvalidInput, UnsupportedRequest, create, run_checks
 
 CLOSE = {"atol": 1e-12, "rtol": 1e-11}  # float64, sums of a few dozen terms of order 1
 L = 5
@@ -120,3 +120,69 @@ def test_location_reads_the_row_of_the_keys_own_position_under_left_padding(make
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         create("multiplicative", num_heads=1, head_dim=4, **options)
+
+
+def keys_read(variant: Any, lq: int, lk: int, **arguments: Any) -> torch.Tensor:
+    """Which keys each query reads, `[Lq, Lk]`, by values that are unit vectors."""
+    torch.manual_seed(1)
+    q, k = torch.randn(1, 1, lq, 4), torch.randn(1, 1, lk, 4)
+    return variant(q, k, torch.eye(lk)[None, None], **arguments).out[0, 0] > 0
+
+
+@pytest.mark.parametrize("kind", ["dot", "general", "concat"])
+def test_local_m_reads_around_its_own_position_and_a_step_says_where_it_stands(kind: str) -> None:
+    sizes = {"num_heads": 1, "head_dim": 4, "value_dim": 9, "score": kind}
+    variant = create("multiplicative", local="m", half_width=2, **sizes)
+    read = keys_read(variant, 6, 9)
+    assert [row.nonzero().flatten().tolist() for row in read] == [
+        [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [2, 3, 4, 5, 6], [3, 4, 5, 6, 7],
+    ]  # fmt: skip
+    assert keys_read(variant, 1, 9, offset=4)[0].nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("kind", ["dot", "general", "concat"])
+@pytest.mark.parametrize(("towards", "place"), [(-50.0, 0.0), (0.0, 0.5), (50.0, 1.0)])
+def test_local_p_reads_around_a_share_of_the_source_without_its_padding(
+    kind: str, towards: float, place: float
+) -> None:
+    sizes = {"num_heads": 1, "head_dim": 4, "value_dim": 40, "score": kind}
+    variant = create("multiplicative", local="p", half_width=3, **sizes)
+    with (
+        torch.no_grad()
+    ):  # tanh of W_p q is 1 or -1, so that the share is sigmoid(towards) or its mirror, alike at 0
+        variant.W_p.zero_()
+        variant.W_p += 1e-9
+        variant.v_p.fill_(towards)
+    q = torch.full((2, 1, 3, 4), 1e12)
+    k, v = torch.zeros(2, 1, 40, 4), torch.eye(40).expand(2, 1, 40, 40)
+    out = variant(
+        q, k, v, key_mask=(torch.arange(40) >= 10) & (torch.arange(40) < torch.tensor([[40], [20]]))
+    ).out
+    for b, (first, length) in enumerate([(10, 30), (10, 10)]):
+        centre = first + length * place
+        inside = [j for j in range(first, first + length) if abs(j - centre) <= 3]
+        assert out[b, 0, 1].nonzero().flatten().tolist() == inside
+        wanted = torch.tensor([numpy.exp(-((j - centre) ** 2) / (2 * 1.5**2)) / len(inside) for j in inside])
+        torch.testing.assert_close(out[b, 0, 1, inside], wanted.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_position_of_local_p_is_learned() -> None:
+    variant = create("multiplicative", local="p", num_heads=2, head_dim=4, half_width=3)
+    q, k, v = (torch.randn(1, 2, 12, 4) for _ in range(3))
+    variant(q, k, v).out.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in variant.parameters())
+
+
+@pytest.mark.parametrize("local", ["global", "", 1, "local-m"])
+def test_a_locality_that_is_none_is_refused(local: Any) -> None:
+    with pytest.raises(InvalidInput, match="local must be one of None, m, p, got"):
+        create("multiplicative", num_heads=1, head_dim=4, local=local)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("local", ["m", "p"])
+@pytest.mark.parametrize("kind", ["dot", "general", "concat", "location"])
+def test_every_combination_of_score_and_locality_passes_its_checks(kind: str, local: str) -> None:
+    made = create("multiplicative", num_heads=2, head_dim=8, score=kind, local=local, half_width=2)
+    bad = [f"{r.check} [{r.case}]: {r.message}" for r in run_checks(made, quick=True) if not r.ok]
+    assert not bad

@@ -4,7 +4,7 @@ heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  f
 a window.  additive: the score v^T tanh(q + k) of a tile.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
 """
 
-from attnlab.engines.additive import additive_scores, by_blocks
+from attnlab.engines.additive import additive_projection, additive_scores, by_blocks
 from attnlab.engines.banded import Band, band_of, banded_attention
 from attnlab.engines.fused import MASK_ELEMENTS, fused_attention, fused_step
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
@@ -17,6 +17,7 @@ __all__ = [
     "Band",
     "Scoring",
     "accumulation_dtype",
+    "additive_projection",
     "additive_scores",
     "align_to_queries",
     "band_of",

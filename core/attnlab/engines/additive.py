@@ -14,12 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.engines.heads import accumulation_dtype
+from attnlab.engines.heads import accumulation_dtype, in_own_precision
 
 # Elements of `[rows, A, tk]` that are worked on together: 1 MiB of float32, the second-level caches of two cores.
 BLOCK_ELEMENTS = 1 << 18
 # Squares of reciprocals down to exp(-4 REACH) must be normal numbers; float64 could go further and has no need.
 REACH = 20.0
+
+
+@in_own_precision
+def additive_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """`W x`: `[B, H, L, A]` in the accumulation dtype, of `x [B, H, L, D]` and `weight [H | 1, A, D]`.
+
+    Sides may cancel in tanh's argument, so that sum is one of the sums that half precision is too narrow for.
+    """
+    wide = accumulation_dtype(x.dtype)
+    return x.to(wide) @ weight.to(wide).transpose(-1, -2)
 
 
 def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ SMALLEST_SIDE = 64
 class Scoring(NamedTuple):
     """How a tile is scored: `scores(query, key, query_positions, key_positions) -> [B, Hq, tq, tk]` and what follows it.
 
-    `reweight(query, query_positions, key_positions)` gives a factor on normalised weights, broadcastable likewise. `cost` is
+    `reweight(query, query_positions, key_positions)` gives a factor on normalised weights, broadcastable likewise, and `visible`
+    of the same which pairs the variant itself shows, bool. `cost` is
     the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score). `isolated`
     keeps NaN and Inf of hidden pairs from everything, at the price of looking whether there are any.
     """
@@ -45,6 +46,7 @@ class Scoring(NamedTuple):
     bias: Tensor | None = None
     sinks: Tensor | None = None
     reweight: Callable[..., Tensor] | None = None
+    visible: Callable[..., Tensor] | None = None
     dropout_p: float = 0.0
     cost: int = 1
     isolated: bool = False
@@ -133,6 +135,9 @@ class _Job:
         if how.softcap is not None:
             s = how.softcap * torch.tanh(s / how.softcap)
         visible = seen.tile(q0, q1, k0, k1)
+        if how.visible is not None:
+            own = how.visible(query, **at)
+            visible = own if visible is None else visible & own
         if how.score_mod is not None:
             # What a hidden pair scores must not matter, nor what score_mod's derivative is there.
             s = s if visible is None else s.masked_fill(~visible, 0)

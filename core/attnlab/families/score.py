@@ -56,7 +56,8 @@ class ScoreAttention(Attention):
     """Softmax attention whose score is a method.
 
     Write `scores`; optionally `project_query` and `project_key` (run once a call, so that tiles do not repeat them), `reweight`
-    (a factor on normalised weights) and `default_scale`. Set `inner_product` where the score of projected queries and keys is
+    (a factor on normalised weights), `visible` (pairs that the formula itself hides) and `default_scale`. An instance whose
+    options need them not sets `reweights` or `hides` to False, and faster engines serve it. Set `inner_product` where the score of projected queries and keys is
     their plain product, so that torch's fused kernels serve what they can; `tile_cost` where a score needs a temporary
     of that many elements a pair; and `projected_width`, the width of what `project_key` returns, where states should keep that
     and not the keys.
@@ -89,6 +90,8 @@ class ScoreAttention(Attention):
             value_dim=value_dim,
         )
         kind = type(self)
+        self.reweights = kind.reweight is not ScoreAttention.reweight
+        self.hides = kind.visible is not ScoreAttention.visible
         # Nothing of the author's stands between the inputs and torch's function with its defaults.
         self._bare_step = kind.inner_product and all(
             getattr(kind, method) is getattr(ScoreAttention, method)
@@ -96,6 +99,7 @@ class ScoreAttention(Attention):
                 "project_query",
                 "project_key",
                 "reweight",
+                "visible",
                 "default_scale",
                 "attend",
                 "scores",
@@ -129,6 +133,10 @@ class ScoreAttention(Attention):
         """A factor `[B, Hq, tq, tk]` on the normalised weights of a tile; None where there is none."""
         return None
 
+    def visible(self, query: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Which pairs of a tile the formula itself shows, bool `[B, Hq, tq, tk]` or broadcastable, beside what the caller hides."""
+        raise PluginError(f"{type(self).__name__} says that it hides pairs but writes no visible(...)")
+
     def tile_cost_of(self, query: Tensor) -> int:
         """`tile_cost` for projected queries such as these, where it depends on their device or on who traces."""
         return self.tile_cost
@@ -148,16 +156,19 @@ class ScoreAttention(Attention):
         kind = type(self)
         projects = kind.project_key is not ScoreAttention.project_key and not self._keys_are_projected
         if projects and self.projected_width is not None:
-            key, projects = self._projected(key), False
+            projected, projects = self._projected(key), False
+            key = (
+                projected if call.state is None else projected.to(key.dtype)
+            )  # a cache keeps the keys' dtype
         if call.state is not None:
             key, value, state = self.extended(key, value, call)
         query = self.project_query(query)
         if projects:
             key = self._projected(key)
-        reweight: Any = None if kind.reweight is ScoreAttention.reweight else self.reweight
+        reweight: Any = self.reweight if self.reweights else None
         scale = self.default_scale() if call.scale is None else call.scale
         scale = 1.0 if scale is None else float(scale)
-        if self.inner_product and reweight is None:
+        if self.inner_product and reweight is None and not self.hides:
             shared = value if key.shape[1] == value.shape[1] else expand_heads(value, key.shape[1])
             band, seen = band_of(call, query, key), call.visibility
             if band is not None and seen is not None:
@@ -174,6 +185,7 @@ class ScoreAttention(Attention):
             call.bias,
             call.sinks,
             reweight,
+            self.visible if self.hides else None,
             call.dropout_p,
             self.tile_cost_of(query),
             self.capabilities.isolates_nonfinite,
@@ -208,17 +220,23 @@ class ScoreAttention(Attention):
     @property
     def state_sizes(self) -> tuple[int, int, int]:
         if self.projected_width is None:
-            return super().state_sizes
+            return (
+                self.num_kv_heads,
+                self.key_dim,
+                self.value_dim,
+            )  # not super(): torch.compile cannot trace that
         return self.num_heads, self.projected_width, self.value_dim
 
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
-        return self.extended(key if self.projected_width is None else self._projected(key), value, call)[2]
+        return self.extended(
+            key if self.projected_width is None else self._projected(key).to(key.dtype), value, call
+        )[2]
 
     def precompute(self, key: Tensor) -> PrecomputedKeys:
         """What this variant makes of `key [B, Hkv, Lk, Dk]` before any query is known, for queries that come one by one.
 
         The answer is called with `(query, value, **arguments)` as the variant is with `(query, key, value, **arguments)`; gradients
-        reach key and parameters through it. `InvalidInput` for a key of another shape.
+        reach key and parameters through it. What is kept has the key's dtype. `InvalidInput` for a key of another shape.
         """
         fits = (
             isinstance(key, Tensor)
@@ -277,7 +295,7 @@ class PrecomputedKeys:
 
     def __init__(self, variant: ScoreAttention, key: Tensor) -> None:
         projects = type(variant).project_key is not ScoreAttention.project_key
-        self.key = variant._projected(key) if projects else key
+        self.key = variant._projected(key).to(key.dtype) if projects else key
         self._value_heads = variant.num_kv_heads
         # The same parameters behind a gate that expects such keys.
         self._variant = copy(variant)

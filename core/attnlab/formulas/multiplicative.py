@@ -8,7 +8,13 @@ Translation", section 3.1 (eq. 8 and the location form), per head:
     concat:    v_a^T tanh(W_a [q; k])       W_a [H, A, Dq + Dk], v_a [H, A]
     location:  (W_a q)_j                    W_a [H, max_length, Dq]; j is the key's position
 
-No form divides by the root of the width. Parameters are indexed by query head.
+No form divides by the root of the width. Parameters are indexed by query head. Section 3.2, which keys a query reads:
+
+    global:    all
+    local-m:   positions p - D .. p + D around the query's own position p
+    local-p:   positions within D of p_t = first + S sigmoid(v_p^T tanh(W_p q)), where first is the position of the first key
+               that the query may see and S = last - first + 1; weights times exp(-(j - p_t)^2 / (2 (D / 2)^2)), not
+               normalised again (eq. 9 and 10).        W_p [H, A, Dq], v_p [H, A]
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from torch import Tensor
 from attnlab.formulas._parts import (
     Positions,
     ScoreMod,
+    mix,
     pair_products,
     per_query_head,
     softmax_attention,
@@ -47,7 +54,8 @@ def multiplicative(
 ) -> dict[str, Tensor]:
     """softmax(score(q_i, k_j) * scale) over the visible keys, times value. Default scale: 1.
 
-    `options["score"]` is dot, general (where none is named), concat or location.
+    `options["score"]` is dot, general (where none is named), concat or location; `options["local"]` None, m or p,
+    with `options["half_width"]` D.
     """
     heads = query.shape[1]
     key, value = per_query_head(key, heads), per_query_head(value, heads)
@@ -67,7 +75,19 @@ def multiplicative(
         scores = _location(query, parameters["W_a"], positions[1], key.shape[-2])
     else:
         raise ValueError(f"multiplicative: score must be dot, general, concat or location, got {form!r}")
-    return softmax_attention(
+    centre = None
+    if (local := options.get("local")) is not None:
+        if positions is None:
+            raise ValueError(
+                f"multiplicative: local-{local} needs positions=(query_positions, key_positions)"
+            )
+        j, half = positions[1][:, None, None, :], options["half_width"]
+        if local == "m":
+            visible = visible & ((j - positions[0][:, None, :, None]).abs() <= half)
+        else:
+            centre = _centre(query, visible, j, parameters["W_p"], parameters["v_p"])  # [B, H, Lq, 1]
+            visible = visible & ((j - centre).abs() <= half)
+    found = softmax_attention(
         scores,
         value,
         visible=visible,
@@ -78,6 +98,20 @@ def multiplicative(
         sinks=sinks,
         positions=positions,
     )
+    if centre is not None:
+        gauss = torch.exp(-((j - centre) ** 2) / (2 * (half / 2) ** 2))
+        found["weights"] = found["weights"] * gauss
+        found["out"] = mix(found["weights"], value, visible)
+    return found
+
+
+def _centre(query: Tensor, visible: Tensor, j: Tensor, w_p: Tensor, v_p: Tensor) -> Tensor:
+    j = j.expand_as(visible)
+    first = torch.where(visible, j, j.shape[-1]).amin(-1, keepdim=True)
+    last = torch.where(visible, j, -1).amax(-1, keepdim=True)
+    inside = torch.tanh(torch.einsum("had,bhid->bhia", w_p, query))
+    share = torch.sigmoid(torch.einsum("ha,bhia->bhi", v_p, inside)).unsqueeze(-1)
+    return first + (last - first + 1) * share
 
 
 def _concat(query: Tensor, key: Tensor, visible: Tensor, w_a: Tensor, v_a: Tensor) -> Tensor:

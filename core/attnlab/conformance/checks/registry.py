@@ -19,6 +19,16 @@ def check_registry_row_agrees_with_class(variant: Any, case: Case) -> None:
     if variant.name not in registry:
         raise NotApplicable("it is not registered: there is no row to compare with")
     row, cls = registry.info(variant.name), type(variant)
+    as_listed = registry.create(
+        variant.name,
+        num_heads=variant.num_heads,
+        head_dim=variant.head_dim,
+        num_kv_heads=variant.num_kv_heads,
+        key_dim=variant.key_dim,
+        value_dim=variant.value_dim,
+    )
+    if as_listed.options != variant.options:
+        raise NotApplicable("it was made with other options than its row's")
     # A preset's options may narrow an instance, so the row states what this instance can do: on any machine, that is on a CPU.
     have = variant.capabilities_on("cpu")
     facts: dict[str, tuple[Any, Any]] = {
