@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from tabulate import tabulate
@@ -22,39 +22,14 @@ from tabulate import tabulate
 import attnlab
 from attnlab import PluginError
 from attnlab_evaluations import folders, peers, provenance, records
+from attnlab_evaluations.additive_goals import additive_goals
+from attnlab_evaluations.goals import NO_TIME, UNMEASURED, Target, random_inputs, time_calls, time_pair
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.settings import TargetSettings
-from attnlab_evaluations.timing import MAX_ROUNDS, Interval, bootstrap_median, exponent, measure, paired_ratio
+from attnlab_evaluations.timing import Interval, bootstrap_median, exponent, paired_ratio
 
 CHUNKS = (64, 128, 256)
 """Chunk lengths tried for the chunked peer; attnlab is held against the fastest of the run."""
-
-
-UNMEASURED = Interval(math.nan, math.nan, math.nan)
-NO_TIME = "no time left; give more --budget"
-
-
-@dataclass(frozen=True)
-class Target:
-    """One goal: what was measured, the peer, the measured interval, its unit, and the most it may be (None: no goal)."""
-
-    what: str
-    peer: str
-    found: Interval
-    unit: str
-    goal: float | None
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """`met`, `missed`, `within noise`, `not measured` or `no goal`."""
-        if math.isnan(self.found.median):
-            return "not measured"
-        if self.goal is None:
-            return "no goal"
-        if self.found.high <= self.goal:
-            return "met"
-        return "missed" if self.found.low > self.goal else "within noise"
 
 
 def run_targets(asked: TargetSettings) -> int:
@@ -110,7 +85,7 @@ def _measured(target: Target) -> str:
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """All rows, each within its share of `budget` seconds."""
-    share = budget / 16
+    share = budget / 24
     found: list[Target] = []
     with torch.no_grad():
         say("dispatch")
@@ -126,6 +101,7 @@ def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> lis
         found.append(window(4096, 256, share * 2, seed))
         say("window from 4k to 32k")
         found.append(time_exponent("sliding_window", (4096, 8192, 16384, 32768), share * 2, seed))
+    found += additive_goals(share * 8, budget, seed, say)
     say("start-up")
     found += start_up()
     return found
@@ -133,8 +109,8 @@ def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> lis
 
 def dispatch(budget: float, seed: int) -> Target:
     """Microseconds that `attnlab.attention` adds to torch's function at (1, 2, 8, 16)."""
-    query, key, value = _inputs(2, 8, 16)
-    pair = _pair(
+    query, key, value = random_inputs(2, 8, 16)
+    pair = time_pair(
         lambda: attnlab.attention(query, key, value, variant="dot_product"),
         lambda: peers.torch_attention(query, key, value),
         budget,
@@ -150,8 +126,8 @@ def dispatch(budget: float, seed: int) -> Target:
 
 def against_torch(length: int, causal: bool, goal: float, budget: float, seed: int) -> Target:
     """`attnlab.attention` over torch's function, float32, (1, 8, L, 64)."""
-    query, key, value = _inputs(8, length, 64)
-    pair = _pair(
+    query, key, value = random_inputs(8, length, 64)
+    pair = time_pair(
         lambda: attnlab.attention(query, key, value, variant="dot_product", causal=causal),
         lambda: peers.torch_attention(query, key, value, causal=causal),
         budget,
@@ -166,13 +142,13 @@ def against_torch(length: int, causal: bool, goal: float, budget: float, seed: i
 
 def linear(length: int, budget: float, seed: int) -> Target:
     """The causal linear variant over the best chunk length of the chunked peer."""
-    query, key, value = _inputs(8, length, 64)
+    query, key, value = random_inputs(8, length, 64)
     calls: dict[str, Callable[[], object]] = {
         "attnlab": lambda: attnlab.attention(query, key, value, variant="linearised", causal=True)
     }
     for chunk in CHUNKS:
         calls[f"chunk {chunk}"] = lambda c=chunk: peers.chunked_linear(query, key, value, chunk=c)  # type: ignore[misc]
-    samples = _samples(calls, "attnlab", budget, seed, max_rounds=60)
+    samples = time_calls(calls, "attnlab", budget, seed, max_rounds=60)
     what = f"linearised, causal, L={length}"
     if len(samples) < len(calls):  # beside the fastest of the peers, or not at all
         return Target(what, "chunked", UNMEASURED, "x", 1.0, NO_TIME)
@@ -184,11 +160,11 @@ def linear(length: int, budget: float, seed: int) -> Target:
 
 def window(length: int, size: int, budget: float, seed: int) -> Target:
     """A causal window of `size` keys over torch's function with the dense mask of the same window."""
-    inputs = _inputs(8, length, 64)
+    inputs = random_inputs(8, length, 64)
     at = torch.arange(inputs[0].shape[2])
     apart = at[:, None] - at
     mask = (apart >= 0) & (apart < size)
-    pair = _pair(
+    pair = time_pair(
         lambda: attnlab.attention(*inputs, variant="dot_product", window=(size - 1, 0)),
         lambda: peers.torch_attention(*inputs, mask=mask),
         budget,
@@ -205,9 +181,9 @@ def time_exponent(variant: str, lengths: tuple[int, ...], budget: float, seed: i
     """The slope of log time over log length; its interval comes from fitting each round by itself."""
     calls: dict[str, Callable[[], object]] = {}
     for length in lengths:
-        inputs = _inputs(8, length, 64)
+        inputs = random_inputs(8, length, 64)
         calls[str(length)] = lambda i=inputs: attnlab.attention(*i, variant=variant, causal=True)  # type: ignore[misc]
-    samples = _samples(calls, str(lengths[0]), budget, seed)
+    samples = time_calls(calls, str(lengths[0]), budget, seed)
     done = [n for n in lengths if str(n) in samples]
     rounds = zip(*(samples[str(n)] for n in done), strict=True)
     slopes = [s for times in rounds if (s := exponent(done, times, last=len(done))) is not None]
@@ -238,37 +214,6 @@ def start_up(repeats: int = 7) -> list[Target]:
         Target("attnlab list", "-", bootstrap_median(listing), "s", 0.3),
         Target("attnlab list imports torch (1: yes)", "-", heavy, "", 0.0),
     ]
-
-
-def _pair(
-    ours: Callable[[], object], theirs: Callable[[], object], budget: float, seed: int
-) -> tuple[list[float], list[float]] | None:
-    """Seconds of both, paired by round; None where there was no time."""
-    for call in (ours, theirs):
-        call()  # imports and first instances belong to no round
-    samples = _samples({"theirs": theirs, "ours": ours}, "theirs", budget, seed, max_rounds=200)
-    return (samples["ours"], samples["theirs"]) if len(samples) == 2 else None
-
-
-def _samples(
-    calls: dict[str, Callable[[], object]],
-    reference: str,
-    budget: float,
-    seed: int,
-    max_rounds: int = MAX_ROUNDS,
-) -> dict[str, list[float]]:
-    """Each call's seconds in round order, without those there was no time for. A call that raises is raised again."""
-    found = measure(
-        calls, reference=reference, always=list(calls), budget=budget, seed=seed, max_rounds=max_rounds
-    )
-    if found.failed:
-        raise next(iter(found.failed.values()))
-    return found.samples
-
-
-def _inputs(heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(length)
-    return tuple(torch.randn(1, heads, length, width, generator=generator) for _ in range(3))
 
 
 def _python(*words: str) -> str:

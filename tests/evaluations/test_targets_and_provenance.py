@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnlab import PluginError
-from attnlab_evaluations import provenance, targets
+from attnlab_evaluations import goals, provenance, targets
 from attnlab_evaluations.settings import TargetSettings
 from attnlab_evaluations.timing import Interval, Measurement
 
@@ -66,14 +66,14 @@ def test_a_measurement_that_fails_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_a_budget_too_small_for_anything_says_not_measured_in_each_row(monkeypatch):
-    monkeypatch.setattr(targets, "measure", lambda *_, **__: Measurement())
+    monkeypatch.setattr(goals, "measure", lambda *_, **__: Measurement())
     monkeypatch.setattr(targets, "start_up", list)
-    monkeypatch.setattr(targets, "_inputs", lambda heads, length, width: [torch.zeros(1, 1, 1, 1)] * 3)
+    monkeypatch.setattr(targets, "random_inputs", lambda heads, length, width: [torch.zeros(1, 1, 1, 1)] * 3)
     found = targets.measure_targets(1.0, 0, lambda _: None)
-    assert len(found) == 8
+    assert len(found) == 15
     assert {t.verdict for t in found} == {"not measured"}
     text = targets.render(found, "github")
-    assert text.count("no time left; give more --budget") == 8
+    assert text.count("no time left; give more --budget") == 15
     assert "nan" not in text
 
 
@@ -82,7 +82,7 @@ def test_what_raises_while_it_is_timed_is_not_taken_for_a_lack_of_time():
         raise RuntimeError("kernel fell over")
 
     with pytest.raises(RuntimeError, match="kernel fell over"):
-        targets._samples({"a": broken}, "a", 1.0, 0)
+        goals.time_calls({"a": broken}, "a", 1.0, 0)
 
 
 def test_a_python_that_does_not_start_is_one_sentence():
