@@ -28,7 +28,9 @@ class AdditiveAttention(ScoreAttention):
 
     name = "additive"
     formula = "additive"
-    capabilities = replace(ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True)
+    capabilities = replace(
+        ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
+    )
 
     def __init__(
         self,

@@ -45,7 +45,9 @@ class MultiplicativeAttention(ScoreAttention):
 
     name = "multiplicative"
     formula = "multiplicative"
-    capabilities = replace(ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True)
+    capabilities = replace(
+        ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
+    )
 
     def __init__(
         self,
@@ -88,6 +90,8 @@ class MultiplicativeAttention(ScoreAttention):
             self.W_p = nn.Parameter(torch.empty(num_heads, hidden, self.head_dim))
             self.v_p = nn.Parameter(torch.empty(num_heads, hidden))
         self.inner_product = score in ("dot", "general")
+        if self.inner_product and not self.hides:
+            self.narrow(double_backward="torch's fused kernels have no second derivatives")
         if score == "dot":
             self.narrow(
                 query_dim="the dot score is q^T k, which needs one width; general and concat take two"
