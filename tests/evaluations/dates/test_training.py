@@ -11,13 +11,27 @@ from attnlab_evaluations.seq2seq.model import EOS
 
 
 def test_the_same_seed_gives_the_same_model_and_leaves_the_random_state_alone(tiny):
-    before = torch.get_rng_state()
-    first, again, other = (training.train("additive", seed, tiny()) for seed in (4, 4, 5))
-    assert torch.equal(torch.get_rng_state(), before)
+    first, again, other = (_trained_elsewhere(seed, tiny()) for seed in (4, 4, 5))
     assert first.losses == again.losses
     for name, parameter in first.model.state_dict().items():
         assert torch.equal(parameter, again.model.state_dict()[name])
     assert first.losses != other.losses
+
+
+def _trained_elsewhere(seed, recipe):
+    """Trained from whatever the random state is by now, which stays as it was."""
+    torch.rand(1)
+    before = torch.get_rng_state()
+    trained = training.train("additive", seed, recipe)
+    assert torch.equal(torch.get_rng_state(), before)
+    return trained
+
+
+def test_seeds_begin_with_different_weights(tiny):
+    first, second = (
+        training.make_model("additive", seed, tiny()).encoder.embedding.weight for seed in (0, 1)
+    )
+    assert not torch.equal(first, second)
 
 
 def test_every_variant_sees_the_same_examples_in_the_same_order(tiny, monkeypatch):
