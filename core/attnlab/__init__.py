@@ -33,6 +33,7 @@ _HOMES = {
     "KnownFailure": "attnlab.capabilities",
     "MultiHeadAttention": "attnlab.modules",
     "PluginError": "attnlab.errors",
+    "PrecomputedKeys": "attnlab.families.score",
     "Reason": "attnlab.capabilities",
     "RecurrentAttention": "attnlab.families.recurrence",
     "Registry": "attnlab.registry",
@@ -70,6 +71,7 @@ __all__ = [
     "LinearState",
     "MultiHeadAttention",
     "PluginError",
+    "PrecomputedKeys",
     "Reason",
     "RecurrentAttention",
     "RecurrentState",
@@ -110,7 +112,7 @@ if TYPE_CHECKING:
     )
     from attnlab.families.feature_map import FeatureMapAttention
     from attnlab.families.recurrence import RecurrentAttention
-    from attnlab.families.score import ScoreAttention
+    from attnlab.families.score import PrecomputedKeys, ScoreAttention
     from attnlab.formulas import GoldenCase
     from attnlab.functional import attend, attention
     from attnlab.hooks import hookimpl

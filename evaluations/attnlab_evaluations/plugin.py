@@ -1,4 +1,4 @@
-"""The harness's entry for attnlab's plugin manager: the commands `compare` and `gpu-check`, and workloads.
+"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check` and `dates`, and workloads.
 
 Imported when commands are looked up, so it imports no torch; running the command does.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from attnlab import hookimpl
 from attnlab.hooks import Command, plugin_manager
 from attnlab_evaluations import gpu_settings, settings, workloads
+from attnlab_evaluations.dates import settings as dates_settings
 
 
 @hookimpl
@@ -28,6 +29,12 @@ def attnlab_commands() -> list[Command]:
             help="on a CUDA device: conformance, then speed beside torch's backends",
             configure=gpu_settings.configure,
             run=_run_gpu_check,
+        ),
+        Command(
+            name="dates",
+            help="train a recurrent encoder-decoder with each variant on dates in words, and map its alignment",
+            configure=dates_settings.configure,
+            run=_run_dates,
         ),
     ]
 
@@ -57,3 +64,10 @@ def _run_gpu_check(args: Namespace) -> int:
     from attnlab_evaluations.gpu_check import run_gpu_check
 
     return run_gpu_check(chosen, began=began)
+
+
+def _run_dates(args: Namespace) -> int:
+    chosen = dates_settings.settle(args)
+    from attnlab_evaluations.dates.run import run_dates
+
+    return run_dates(chosen)
