@@ -81,7 +81,7 @@ class _Scores(torch.autograd.Function):
 def _blocks(query: Tensor, key: Tensor) -> tuple[int, int]:
     """`(rows, columns)` of a block: whole rows of keys where they fit."""
     rows, columns, width = query.shape[2], key.shape[2], query.shape[3]
-    columns = min(columns, max(64, BLOCK_ELEMENTS // (width * 4)))
+    columns = min(columns, max(64, BLOCK_ELEMENTS // (width * 8)))
     return min(rows, max(1, BLOCK_ELEMENTS // (columns * width))), columns
 
 
@@ -141,36 +141,30 @@ def _backward(grad: Tensor, query: Tensor, key: Tensor, v: Tensor) -> tuple[Tens
             if near:
                 q, k = torch.exp(-2 * q), torch.exp(2 * k)
             g = grad[b, h]
-            of_query, of_key = q.new_zeros(tq, width), q.new_zeros(width, tk)
-            of_v = q.new_zeros(tq, width)
+            of_query, of_key, of_v = q.new_zeros(tq, width), q.new_zeros(width, tk), q.new_zeros(tq, 1, width)
             block = q.new_empty(rows, width, columns)
             for i in range(0, tq, rows):
-                part, stop = q[i : i + rows], min(i + rows, tq)
+                stop = min(i + rows, tq)
+                part = q[i:stop, :, None]
                 for j in range(0, tk, columns):
-                    other, end = k[:, j : j + columns], min(j + columns, tk)
-                    gs = g[i:stop, j:end]
+                    end = min(j + columns, tk)
+                    gs = g[i:stop, None, j:end]
                     here = _view(block, stop - i, end - j)
-                    torch.add(part[:, :, None], other, out=here)
-                    here.reciprocal_() if near else here.tanh_()
-                    of_v[i:stop] += torch.bmm(here, gs[:, :, None])[
-                        ..., 0
-                    ]  # sum over keys of g r (or g tanh)
-                    here.square_()
-                    if not near:
-                        here.neg_().add_(1)
-                    here.mul_(gs[:, None])
-                    # By channel, as each has rows and columns of its own: sum_j (g r^2) e and sum_i u (g r^2).
-                    by_channel = here.transpose(0, 1)  # [A, rows, columns]
-                    right = other[:, :, None] if near else other.new_ones(1, 1, 1).expand(width, end - j, 1)
-                    left = part.T[:, None] if near else part.new_ones(1, 1, 1).expand(width, 1, stop - i)
-                    of_query[i:stop] += torch.bmm(by_channel, right)[..., 0].T
-                    of_key[:, j:end] += torch.bmm(left, by_channel)[:, 0]
-            if near:
-                torch.mul(of_query * q, 4 * v[h], out=grad_query[b, h])
-                torch.mul((of_key * k).T, 4 * v[h], out=grad_key[b, h])
-                grad_v[h] += g.sum() - 2 * (of_v * q).sum(0)
-            else:
-                torch.mul(of_query, v[h], out=grad_query[b, h])
-                torch.mul(of_key.T, v[h], out=grad_key[b, h])
-                grad_v[h] += of_v.sum(0)
+                    torch.add(part, k[:, j:end], out=here)
+                    if near:  # u r is sigmoid(-2 (q + k)), and the derivative of tanh 4 u r (1 - u r)
+                        here.reciprocal_().mul_(part)
+                        of_v[i:stop] += torch.bmm(gs, here.transpose(1, 2))
+                        here.addcmul_(here, here, value=-1)
+                    else:
+                        here.tanh_()
+                        of_v[i:stop] += torch.bmm(gs, here.transpose(1, 2))
+                        here.square_().neg_().add_(1)
+                    here.mul_(gs)
+                    of_query[i:stop] += here.sum(2)
+                    of_key[:, j:end] += here.sum(0)
+            lead = 4 * v[h] if near else v[h]
+            torch.mul(of_query, lead, out=grad_query[b, h])
+            torch.mul(of_key.T, lead, out=grad_key[b, h])
+            summed = of_v.sum((0, 1))
+            grad_v[h] += g.sum() - 2 * summed if near else summed
     return grad_query, grad_key, grad_v
