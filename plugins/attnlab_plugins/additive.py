@@ -68,4 +68,4 @@ class AdditiveAttention(ScoreAttention):
         return additive_scores(query, key, self.v)
 
     def tile_cost_of(self, query: Tensor) -> int:
-        return 1 if by_blocks(query) else self.options["hidden_size"]
+        return 1 if by_blocks(query, self.v) else self.options["hidden_size"]

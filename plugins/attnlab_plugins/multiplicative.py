@@ -129,4 +129,4 @@ class MultiplicativeAttention(ScoreAttention):
         return super().scores(query, key, query_positions=query_positions, key_positions=key_positions)
 
     def tile_cost_of(self, query: Tensor) -> int:
-        return self.options["hidden_size"] if self.score == "concat" and not by_blocks(query) else 1
+        return self.options["hidden_size"] if self.score == "concat" and not by_blocks(query, self.v_a) else 1
