@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,11 @@ FOREIGN = (
     "ATTNLAB_REGISTRY", "ATTNLAB_TRUST", "ATTNLAB_DISABLE", "ATTNLAB_DEBUG", "NO_COLOR", "FORCE_COLOR",
     "PYTHON_COLORS", "PYTHONIOENCODING", "PYTHONUTF8", "COLUMNS",
 )  # fmt: skip
+
+NO_TRITON = (
+    "triton is not installed; it comes with torch's CUDA builds, and its interpreter needs no GPU "
+    "(pip install triton==3.7.1 beside torch 2.13)"
+)
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -41,6 +47,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     else:
         return None
     return None if any("mark.no_torch" in f.read_text(encoding="utf-8") for f in files) else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs Triton's interpreter is part of the full tests only: `make test` has no triton."""
+    for item in items:
+        if "interpreter" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_report_header() -> str:
@@ -78,3 +91,67 @@ def _no_foreign_files(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls on CPU tensors go through Triton kernels, interpreted."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip(NO_TRITON)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from attnlab.engines import additive_kernels, is_interpreted
+
+    if not is_interpreted(additive_kernels.scores_kernel):
+        pytest.skip("the kernels were imported compiled in this process: run these tests in one of their own")
+    with _hurried():
+        yield
+
+
+class _hurried:
+    """Without what the interpreter does for kernels that may be wrong, three quarters of its time.
+
+    It patches triton's language anew for each function that a kernel calls, and checks each sum of integers for overflow.
+    Where a release of triton keeps these elsewhere, nothing is changed.
+    """
+
+    def __enter__(self) -> None:
+        import triton.runtime.interpreter as inside
+
+        self.undo: list[Any] = []
+        if not all(hasattr(inside, n) for n in ("_patch_lang", "interpreter_builder", "InterpreterOptions")):
+            return
+        builder, real = inside.interpreter_builder, inside._patch_lang
+        patched: set[int] | None = None
+
+        class Nothing:
+            def restore(self) -> None:
+                pass
+
+        def once(function: Any) -> Any:
+            nonlocal patched
+            key = id(function.__globals__)
+            if patched is not None:
+                if key in patched:
+                    return Nothing()
+                patched.add(key)
+                return real(function)
+            patched = {key}
+            scope = real(function)
+            restore = scope.restore
+
+            def done() -> None:
+                nonlocal patched
+                patched = None
+                restore()
+
+            scope.restore = done
+            return scope
+
+        options = builder.options
+        self.undo = [(inside, "_patch_lang", real), (builder, "options", options)]
+        inside._patch_lang = once
+        builder.options = inside.InterpreterOptions(sanitize_overflow=False)
+
+    def __exit__(self, *error: object) -> None:
+        for holder, name, value in self.undo:
+            setattr(holder, name, value)

@@ -97,4 +97,4 @@ class AdditiveAttention(ScoreAttention):
         return additive_scores(query, key, vector.expand(self.num_heads, -1))
 
     def tile_cost_of(self, query: Tensor) -> int:
-        return 1 if by_blocks(query) else self.options["hidden_size"]
+        return 1 if by_blocks(query, self.v) else self.options["hidden_size"]

@@ -191,7 +191,7 @@ class MultiplicativeAttention(ScoreAttention):
         return at - query[..., -1:]
 
     def tile_cost_of(self, query: Tensor) -> int:
-        return self.options["hidden_size"] if self.score == "concat" and not by_blocks(query) else 1
+        return self.options["hidden_size"] if self.score == "concat" and not by_blocks(query, self.v_a) else 1
 
 
 @in_own_precision

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+import sys
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +12,13 @@ from torch import Tensor
 
 from attnlab.conformance.watching import DispatchMode
 from attnlab.engines import additive, additive_scores, by_blocks
+
+
+@pytest.fixture(autouse=True)
+def _by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the shell says: these tests are of the CPU's engine, `test_additive_kernels` of the kernels."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
 
 SHAPES = [(1, 2, 5, 7, 3), (2, 2, 130, 90, 64), (1, 1, 1, 700, 16), (1, 2, 300, 1, 64), (1, 1, 40, 1500, 5)]
 
@@ -76,6 +85,40 @@ def test_what_is_not_finite_goes_where_the_formula_sends_it(bad: float) -> None:
 def test_second_derivatives_are_those_of_the_formula() -> None:
     inputs = [x.requires_grad_() for x in drawn((1, 2, 3, 4, 5))]
     assert torch.autograd.gradgradcheck(additive_scores, inputs)
+
+
+def test_second_derivatives_reach_only_what_asks_for_them() -> None:
+    query, key, v = drawn((1, 2, 3, 4, 5))
+    key.requires_grad_()
+    [first] = torch.autograd.grad(additive_scores(query, key, v).sum(), key, create_graph=True)
+    [second] = torch.autograd.grad(first.square().sum(), key)
+    [wanted] = torch.autograd.grad(written(query, key, v).sum(), key, create_graph=True)
+    torch.testing.assert_close(second, torch.autograd.grad(wanted.square().sum(), key)[0])
+
+
+def test_listing_making_and_calling_on_the_cpu_import_no_triton() -> None:
+    code = (
+        "import sys, torch, attnlab, attnlab.engines\n"
+        "attnlab.names(); attnlab.info('additive')\n"
+        "x = torch.randn(1, 1, 3, 8, requires_grad=True)\n"
+        "attnlab.create('additive', num_heads=1, head_dim=8)(x, x, x, causal=True).out.sum().backward()\n"
+        "print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_cuda_is_served_by_kernels_where_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda(NamedTuple):
+        dtype: torch.dtype
+        device: torch.device = torch.device("cuda")
+
+    asked: list[str] = []
+    monkeypatch.setattr(additive, "kernels_serve", lambda device: asked.append(device) or True)
+    assert additive._by_kernels(Cuda(torch.bfloat16), Cuda(torch.float32))  # type: ignore[arg-type]
+    assert not additive._by_kernels(Cuda(torch.float32), Cuda(torch.float64))  # type: ignore[arg-type]
+    assert not additive._by_kernels(Cuda(torch.float32), torch.ones(1))  # type: ignore[arg-type]
+    assert asked == ["cuda"]
 
 
 def test_no_temporary_has_the_hidden_size_beside_both_lengths() -> None:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlab import attend, create
-from attnlab.engines import tiled
+from attnlab.engines import additive, tiled
 
 B, H, D = 1, 2, 8
 
@@ -40,6 +40,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_ELEMENTS", 1 << 12)
     monkeypatch.setattr(tiled, "PLAIN_ELEMENTS", 1 << 12)
     monkeypatch.setattr(tiled, "SMALLEST_SIDE", 16)
+    monkeypatch.setattr(additive, "BLOCK_ELEMENTS", 1 << 12)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])

@@ -1,7 +1,8 @@
-"""The machinery that families and plugins share: pure torch, any device. Stable for plugins.
+"""The machinery that families and plugins share: torch on any device, Triton kernels on CUDA. Stable for plugins.
 
 heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  fused: torch's fused kernels.  banded: inside
-a window.  additive: the score v^T tanh(q + k) of a tile.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a recurrence, token by token.
+a window.  additive: the score v^T tanh(q + k) of a tile.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a
+recurrence, token by token.  triton_launch: where Triton kernels serve and how they are launched; triton itself is imported by use.
 """
 
 from attnlab.engines.additive import additive_projection, additive_scores, by_blocks
@@ -11,26 +12,46 @@ from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups,
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
 from attnlab.engines.tiled import Scoring, tiled_attention
+from attnlab.engines.triton_launch import (
+    SHARED_MEMORY,
+    Ahead,
+    Configuration,
+    architecture,
+    compiling_ahead,
+    is_interpreted,
+    kernels_can_run,
+    kernels_serve,
+    run_kernel,
+)
 
 __all__ = [
     "MASK_ELEMENTS",
+    "SHARED_MEMORY",
+    "Ahead",
     "Band",
+    "Configuration",
     "Scoring",
     "accumulation_dtype",
     "additive_projection",
     "additive_scores",
     "align_to_queries",
+    "architecture",
     "band_of",
     "banded_attention",
     "by_blocks",
     "causal_linear",
     "causal_linear_blocks",
+    "compiling_ahead",
     "expand_heads",
     "fold_groups",
     "fused_attention",
     "fused_step",
     "in_own_precision",
+    "is_interpreted",
+    "kernels_can_run",
+    "kernels_serve",
     "read_sums",
+    "run_kernel",
     "scan_recurrence",
     "tiled_attention",
 ]

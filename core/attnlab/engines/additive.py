@@ -1,8 +1,9 @@
 """The additive score `sum_d v_d tanh(q_d + k_d)` of a tile, without `[tq, tk, A]` and without a tanh for each of its elements.
 
 With `u = exp(-2 q)` and `e = exp(2 k)`, made once for each row, `tanh(q + k) = 1 - 2 u / (u + e)`: an addition and a reciprocal
-for each element, which a batched product with `v u` sums. The derivative is `4 u e / (u + e)^2`, so that backward needs the
-same reciprocals again, and keeps nothing but its inputs. Powers of e have a range: rows beyond `REACH` go by tanh itself.
+for each element. The derivative is `4 u e / (u + e)^2`, so that backward needs the same reciprocals again, and keeps nothing
+but its inputs. Powers of e have a range: rows beyond `REACH` go by tanh itself. On the CPU torch does this by blocks, whose
+reciprocals a batched product with `v u` sums; on CUDA Triton kernels do, see `additive_triton`. No GPU has run those.
 
 Notation: tq, tk sides of the tile, A hidden size; g gradient of the scores; r = 1 / (u + e). Needs torch.
 """
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from attnlab.engines.heads import accumulation_dtype, in_own_precision
+from attnlab.engines.triton_launch import kernels_serve
 
 # Elements of `[rows, A, tk]` that are worked on together: 1 MiB of float32, the second-level caches of two cores.
 BLOCK_ELEMENTS = 1 << 18
 # Squares of reciprocals down to exp(-4 REACH) must be normal numbers; float64 could go further and has no need.
 REACH = 20.0
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @in_own_precision
@@ -35,46 +38,72 @@ def additive_projection(x: Tensor, weight: Tensor) -> Tensor:
 def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
     """`[B, H, tq, tk]` in the accumulation dtype, of `query [B, H, tq, A]`, `key [B, H, tk, A]` and `v [H, A]`.
 
-    On a CPU in eager mode by blocks, exact to the rounding of tanh; elsewhere as written, in `tq tk A` temporaries
-    (`by_blocks` tells which).
+    Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate", appendix A.1.2. In eager mode
+    by blocks on the CPU and, but for float64, on CUDA with triton, exact to the rounding of tanh; elsewhere as written, in
+    `tq tk A` temporaries (`by_blocks` tells which). A gradient of a gradient is that of the formula as written.
     """
-    wide = accumulation_dtype(query.dtype)
-    query, key, v = query.to(wide), key.to(wide), v.to(wide)
     if not by_blocks(query, key, v):
         return _as_written(query, key, v)
+    if not _by_kernels(query, key, v):
+        wide = accumulation_dtype(query.dtype)
+        query, key, v = query.to(wide), key.to(wide), v.to(wide)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or v.requires_grad):
         scores: Tensor = _Scores.apply(query, key, v)  # type: ignore[no-untyped-call]
         return scores
-    return _forward(query, key, v)
+    return _forward_of(query, key, v)
 
 
 def by_blocks(*tensors: Tensor) -> bool:
-    """Whether these are plain tensors on the CPU whose numbers can be looked at: no graph, no transform, no fake."""
+    """Whether `additive_scores` of such tensors forms no `[tq, tk, A]`: plain ones, of a device that is served, and no trace."""
     return (
-        all(x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and (all(x.is_cpu for x in tensors) or _by_kernels(*tensors))
         and not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is None
         and not torch.autograd.forward_ad._current_level >= 0
     )
 
 
+def _by_kernels(*tensors: Tensor) -> bool:
+    """Whether Triton kernels serve these: on one CUDA device, or on the CPU where Triton is told to interpret."""
+    device = tensors[0].device
+    return all(x.dtype in _KERNEL_DTYPES and x.device == device for x in tensors) and kernels_serve(
+        device.type
+    )
+
+
 def _as_written(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
-    hidden = torch.tanh(query[:, :, :, None] + key[:, :, None])  # [B, H, tq, tk, A]
-    return torch.einsum("bhqka,ha->bhqk", hidden, v)
+    wide = accumulation_dtype(query.dtype)
+    hidden = torch.tanh(query.to(wide)[:, :, :, None] + key.to(wide)[:, :, None])  # [B, H, tq, tk, A]
+    return torch.einsum("bhqka,ha->bhqk", hidden, v.to(wide))
+
+
+def _forward_of(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+    if _by_kernels(query, key, v):
+        from attnlab.engines import additive_triton
+
+        return additive_triton.forward(query, key, v)
+    return _forward(query, key, v)
 
 
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(query, key, v)
-        return _forward(query, key, v)
+        return _forward_of(query, key, v)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, v = ctx.saved_tensors
         if torch.is_grad_enabled():  # gradients of these gradients are wanted
             scores = _as_written(query, key, v)
-            return torch.autograd.grad(scores, (query, key, v), grad, create_graph=True)
+            wanted = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
+            found = iter(torch.autograd.grad(scores, wanted, grad, create_graph=True))
+            return tuple(next(found) if n else None for n in ctx.needs_input_grad)
+        if _by_kernels(query, key, v):
+            from attnlab.engines import additive_triton
+
+            return additive_triton.backward(grad, query, key, v)
         return _backward(grad, query, key, v)
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes, by kernel, GPU, head width and load. Needs only the standard library.
+"""Tile sizes, by kernel, GPU, head width and load. Needs torch, no triton.
 
 What decides, in this order: nothing may spill (a thread has 255 registers, and a spill in the inner loop costs more than a
 smaller tile); a block's shared memory must be there; then the larger tile, as each row is read once for every tile across. Eight
@@ -11,20 +11,8 @@ The numbers come from compiling alone (`make kernels`): no GPU has timed them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from attnlab.engines import Configuration
 
-
-class Configuration(NamedTuple):
-    """A tile of `rows` queries and `columns` keys, for `warps` warps, loads `stages` deep."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes that one block can have, by architecture (CUDA C programming guide, compute capabilities)."""
 KERNELS = ("forward", "query_gradient", "key_gradient", "bias_gradient")
 Tile = tuple[int, int, int, int]
 Loads = tuple[Tile, Tile, Tile, Tile]

@@ -5,16 +5,14 @@ Nothing here reads the value of a tensor. The work of a call lies in `passes`.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from attnlab_plugins.flash.configurations import Configuration, configuration, interpreted
+from attnlab.engines import Configuration, architecture, is_interpreted, run_kernel
+from attnlab_plugins.flash.configurations import configuration, interpreted
 from attnlab_plugins.flash.kernels.arguments import Extras, How, Marks, Scoring
 from attnlab_plugins.flash.kernels.spans import hull_kernel, span_kernel, summary_kernel
 from attnlab_plugins.flash.rules import Rules
@@ -22,28 +20,6 @@ from attnlab_plugins.flash.rules import Rules
 LOG2E = 1.4426950408889634
 SMALL = Configuration(64, 64, 4, 1)
 """For kernels that read each token once: summaries, hulls, row sums."""
-_interpreter = threading.Lock()  # Triton's interpreter patches its language while a kernel runs
-
-
-class Ahead(NamedTuple):
-    """In place of a GPU: compile for `arch` (90 is sm_90) and hand each compiled kernel to `record(name, tiles, kernel)`."""
-
-    arch: int
-    record: Callable[[str, Configuration, Any], None]
-
-
-_ahead: Ahead | None = None
-
-
-@contextmanager
-def compiling_ahead(ahead: Ahead) -> Iterator[None]:
-    """Inside, the launches of this module's callers compile for that architecture and run nothing; for one thread only."""
-    global _ahead
-    before, _ahead = _ahead, ahead
-    try:
-        yield
-    finally:
-        _ahead = before
 
 
 class Problem(NamedTuple):
@@ -83,26 +59,7 @@ class Problem(NamedTuple):
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter rather than compiled, as was settled when they were imported."""
-    return not isinstance(hull_kernel, triton.JITFunction)
-
-
-def run(
-    kernel: Any, grid: tuple[int, ...], tiles: Configuration, device: torch.device, **arguments: Any
-) -> None:
-    """Launch `kernel` on `device`; an empty grid launches nothing."""
-    if not all(grid):
-        return
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    if _ahead is not None:
-        _ahead.record(kernel.fn.__name__, tiles, kernel.warmup(grid=grid, **arguments, **options))
-        return
-    where: AbstractContextManager[Any] = nullcontext()
-    if interpreting():
-        where = _interpreter
-    elif device.type == "cuda":
-        where = torch.cuda.device(device)
-    with where:
-        kernel[grid](**arguments, **options)
+    return is_interpreted(hull_kernel)
 
 
 def tiles_for(kernel: str, problem: Problem) -> Configuration:
@@ -111,12 +68,7 @@ def tiles_for(kernel: str, problem: Problem) -> Configuration:
     if interpreting():
         return interpreted(max(query.shape[2], problem.key.shape[2]))
     width = max(padded(query.shape[3]), padded(problem.value.shape[3]))
-    if _ahead is None:
-        major, minor = torch.cuda.get_device_capability(query.device)
-        arch = 10 * major + minor
-    else:
-        arch = _ahead.arch
-    return configuration(kernel, arch, width, query.element_size(), problem.load)
+    return configuration(kernel, architecture(query.device), width, query.element_size(), problem.load)
 
 
 def padded(width: int) -> int:
@@ -206,7 +158,7 @@ def hull_of(problem: Problem) -> Tensor | None:
     if rules.key_present is None and rules.query_present is None:
         return None
     hull = torch.empty(problem.query.shape[0], 5, dtype=torch.int32, device=device)
-    run(
+    run_kernel(
         hull_kernel,
         (hull.shape[0],),
         SMALL,
@@ -231,7 +183,7 @@ def spans_of(problem: Problem, tiles: Configuration, of_queries: bool) -> Tensor
     mine, theirs = (queries, keys) if of_queries else (keys, queries)
     spans = torch.empty(*mine.shape[:2], 2, dtype=torch.int32, device=device)
     below, above = rules.low is not None, rules.high is not None
-    run(
+    run_kernel(
         span_kernel,
         (spans.shape[0] * spans.shape[1],),
         SMALL,
@@ -253,7 +205,7 @@ def spans_of(problem: Problem, tiles: Configuration, of_queries: bool) -> Tensor
 def _summary(ids: Tensor, lows: Tensor | None, highs: Tensor | None, block: int) -> Tensor:
     batch, length = ids.shape
     summary = torch.empty(batch, triton.cdiv(length, block), 4, dtype=torch.int64, device=ids.device)
-    run(
+    run_kernel(
         summary_kernel,
         (batch * summary.shape[1],),
         SMALL,

@@ -8,12 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
+from attnlab.engines import run_kernel
 from attnlab_plugins.flash.kernels.bias_gradient import bias_gradient_kernel
 from attnlab_plugins.flash.kernels.forward import forward_kernel
 from attnlab_plugins.flash.kernels.gradients import delta_kernel
 from attnlab_plugins.flash.kernels.key_gradient import key_gradient_kernel
 from attnlab_plugins.flash.kernels.query_gradient import query_gradient_kernel
-from attnlab_plugins.flash.launch import SMALL, Problem, common, how, hull_of, run, spans_of, tiles_for
+from attnlab_plugins.flash.launch import SMALL, Problem, common, how, hull_of, spans_of, tiles_for
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -23,7 +24,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     out = torch.empty(batch, heads, lq, value.shape[3], dtype=query.dtype, device=query.device)
     lse = torch.empty(batch, heads, lq, dtype=torch.float32, device=query.device)
     tiles = tiles_for("forward", problem)
-    run(
+    run_kernel(
         forward_kernel,
         (triton.cdiv(lq, tiles.rows) * batch * heads,),
         tiles,
@@ -88,7 +89,7 @@ def backward(
 
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tiles = tiles_for("query_gradient", problem)
-    run(
+    run_kernel(
         query_gradient_kernel,
         (triton.cdiv(lq, tiles.rows) * batch * heads,),
         tiles,
@@ -105,7 +106,7 @@ def backward(
     grad_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     tiles = tiles_for("key_gradient", problem)
-    run(
+    run_kernel(
         key_gradient_kernel,
         (triton.cdiv(lk, tiles.columns) * batch * key.shape[1],),
         tiles,
@@ -139,7 +140,7 @@ def _delta(problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_ls
     """`[B, Hq, Lq]`, see `kernels.gradients`."""
     batch, heads, lq = lse.shape
     delta = torch.empty_like(lse)
-    run(
+    run_kernel(
         delta_kernel,
         (triton.cdiv(lq, SMALL.rows) * batch * heads,),
         SMALL,
@@ -162,7 +163,7 @@ def _bias_gradient(problem: Problem, bias: Tensor, given: dict[str, Any], read: 
     lq, lk = problem.query.shape[2], problem.key.shape[2]
     made = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     tiles = tiles_for("bias_gradient", problem)
-    run(
+    run_kernel(
         bias_gradient_kernel,
         (triton.cdiv(lk, tiles.columns) * triton.cdiv(lq, tiles.rows) * bias.shape[0] * bias.shape[1],),
         tiles,

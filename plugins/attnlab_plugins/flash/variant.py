@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from attnlab import Attention, AttentionOutput, Call, Capabilities, Reason, Request
-from attnlab_plugins.flash.availability import kernels_can_run, kernels_serve
+from attnlab.engines import kernels_can_run, kernels_serve
 from attnlab_plugins.flash.torch_path import torch_attention, torch_reasons
 
 WIDEST = 256

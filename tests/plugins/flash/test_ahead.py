@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from attnlab_plugins.flash.configurations import KERNELS, SHARED_MEMORY, configuration
+from attnlab.engines import SHARED_MEMORY
+from attnlab_plugins.flash.configurations import KERNELS, configuration
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
@@ -59,6 +60,15 @@ def test_no_kernel_of_half_precision_spills_or_asks_for_too_much(arch: int) -> N
     assert not broken
     assert code == 0
     assert len(rows) > 100
+
+
+@pytest.mark.full
+def test_the_report_has_the_engines_kernels_beside_those_of_flash() -> None:
+    code, rows = compiled("--arch", "90", "--width", "16", "--call", "additive", "causal")
+    assert code == 0
+    kernels = {r["case"]: {x["kernel"] for x in rows if x["case"] == r["case"]} for r in rows}
+    assert kernels["additive"] == {"prepare", "scores", "gradient"}
+    assert kernels["causal"] == {"forward", "query_gradient", "key_gradient"}
 
 
 @pytest.mark.full

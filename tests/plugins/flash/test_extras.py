@@ -64,8 +64,8 @@ def test_two_backwards_have_the_same_bits(make: Any) -> None:
 def test_the_same_seed_draws_the_same_mask_whatever_the_tiles(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from attnlab.engines import Configuration
     from attnlab_plugins.flash import launch
-    from attnlab_plugins.flash.configurations import Configuration
 
     q, k, _ = tensors(40, 40, 40)
     v = torch.eye(40).expand(1, 2, 40, 40)  # out is the weights

@@ -75,7 +75,7 @@ def test_twice_the_length_takes_twice_the_memory(
 
     launched: list[Any] = []
     for module in (launch, passes):
-        monkeypatch.setattr(module, "run", lambda kernel, *rest, **arguments: launched.append(kernel))
+        monkeypatch.setattr(module, "run_kernel", lambda kernel, *rest, **arguments: launched.append(kernel))
     flash = make(num_heads=HEADS, head_dim=WIDTH)
 
     def allocated(n: int) -> int:

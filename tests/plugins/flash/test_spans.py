@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlab import AttentionMask
+from attnlab.engines import Configuration, run_kernel
 
 M, N = 16, 32
 
@@ -29,8 +30,7 @@ def kernels(interpreter: None) -> Any:
 
 def spans(kernels: Any, queries: bool, rules: Any, batch: int, lq: int, lk: int) -> list[Any]:
     """`[B, blocks, 4]`: start, inner, outer, stop as the kernel computes them for M queries by N keys."""
-    from attnlab_plugins.flash.configurations import Configuration
-    from attnlab_plugins.flash.launch import Problem, common, how, hull_of, run, spans_of
+    from attnlab_plugins.flash.launch import Problem, common, how, hull_of, spans_of
 
     x = torch.zeros(batch, 1, lq, 16), torch.zeros(batch, 1, lk, 16), torch.zeros(batch, 1, lk, 16)
     problem = Problem(*x, rules, 1.0)
@@ -38,7 +38,7 @@ def spans(kernels: Any, queries: bool, rules: Any, batch: int, lq: int, lk: int)
     blocks = -(-lq // M) if queries else -(-lk // N)
     out = torch.full((batch, blocks, 4), -1, dtype=torch.int32)
     given = common(problem, hull_of(problem), spans_of(problem, tiles, queries))
-    run(
+    run_kernel(
         kernels.key_span_kernel if queries else kernels.query_span_kernel,
         (blocks, batch),
         tiles,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from attnlab import Request, UnsupportedRequest
-from attnlab_plugins.flash import availability
+from attnlab.engines import kernels_can_run, kernels_serve
 from attnlab_plugins.flash.variant import _BY_KERNELS, FlashAttention
 
 WITHOUT_KERNELS = pytest.mark.skipif(
-    availability.kernels_can_run(), reason="this process has a GPU or an interpreter that the kernels serve"
+    kernels_can_run(), reason="this process has a GPU or an interpreter that the kernels serve"
 )
 
 
@@ -81,7 +81,7 @@ def test_the_interpreters_switch_alone_sends_cpu_tensors_through_the_kernels(
     monkeypatch.delenv("TRITON_INTERPRET")
     by_torch = FlashAttention(num_heads=1, head_dim=8)(x, x, x)
     torch.testing.assert_close(by_kernels.out, by_torch.out)
-    assert not availability.kernels_serve("cpu")
+    assert not kernels_serve("cpu")
 
 
 def test_listing_making_and_calling_on_the_cpu_import_no_triton() -> None:
