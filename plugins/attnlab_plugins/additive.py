@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlab import InvalidInput, ScoreAttention
-from attnlab.engines import additive_projection, additive_scores, by_blocks
+from attnlab.engines import ADDITIVE_TILE_COST, additive_projection, additive_scores, by_blocks
 
 
 class AdditiveAttention(ScoreAttention):
@@ -96,5 +96,5 @@ class AdditiveAttention(ScoreAttention):
             vector = vector * (self.g / vector.norm(dim=-1))[:, None]
         return additive_scores(query, key, vector.expand(self.num_heads, -1))
 
-    def tile_cost_of(self, query: Tensor) -> int:
-        return 1 if by_blocks(query, self.v) else self.options["hidden_size"]
+    def tile_cost_of(self, query: Tensor) -> float:
+        return ADDITIVE_TILE_COST if by_blocks(query, self.v) else self.options["hidden_size"]

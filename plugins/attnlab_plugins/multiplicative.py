@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attnlab import AttentionOutput, Call, InvalidInput, Reason, Request, ScoreAttention, Visibility
 from attnlab.engines import (
+    ADDITIVE_TILE_COST,
     accumulation_dtype,
     additive_projection,
     additive_scores,
@@ -190,8 +191,10 @@ class MultiplicativeAttention(ScoreAttention):
         at = key_positions if key_positions.dim() == 1 else key_positions[:, None, None]
         return at - query[..., -1:]
 
-    def tile_cost_of(self, query: Tensor) -> int:
-        return self.options["hidden_size"] if self.score == "concat" and not by_blocks(query, self.v_a) else 1
+    def tile_cost_of(self, query: Tensor) -> float:
+        if self.score != "concat":
+            return self.tile_cost
+        return ADDITIVE_TILE_COST if by_blocks(query, self.v_a) else self.options["hidden_size"]
 
 
 @in_own_precision

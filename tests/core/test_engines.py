@@ -45,7 +45,7 @@ def seen(mask: AttentionMask, lq: int = LQ, lk: int = LK) -> Visibility:
 
 
 def force_tiles(monkeypatch: pytest.MonkeyPatch, tq: int, tk: int) -> None:
-    monkeypatch.setattr(tiled, "tile_sides", lambda pairs, lq, lk, cost: (tq, tk))
+    monkeypatch.setattr(tiled, "tile_sides", lambda pairs, lq, lk, cost, recording=False: (tq, tk))
 
 
 def columns(positions: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlab import attend, create
-from attnlab.engines import additive, tiled
+from attnlab.engines import additive_cpu, tiled
 
 B, H, D = 1, 2, 8
 
@@ -40,7 +40,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_ELEMENTS", 1 << 12)
     monkeypatch.setattr(tiled, "PLAIN_ELEMENTS", 1 << 12)
     monkeypatch.setattr(tiled, "SMALLEST_SIDE", 16)
-    monkeypatch.setattr(additive, "BLOCK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(additive_cpu, "BLOCK_ELEMENTS", 1 << 12)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
@@ -54,7 +54,7 @@ def test_an_additive_score_never_forms_every_pair_by_its_hidden_size(
         out = variant(*inputs(length, grad)).out
         if grad:
             out.sum().backward()
-    assert made.elements < H * length * length * hidden / 16
+    assert made.elements <= H * length * length  # what is as large as the scores, not hidden times that
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])

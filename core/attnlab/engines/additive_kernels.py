@@ -13,7 +13,7 @@ formula, and Triton compiles them for sm_80 to sm_120 without spills (`make kern
 import triton
 import triton.language as tl
 
-from attnlab.engines.additive import REACH as _REACH
+from attnlab.engines.additive_cpu import REACH as _REACH
 
 REACH: tl.constexpr = tl.constexpr(_REACH)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)

@@ -1,9 +1,10 @@
 """Softmax attention of any score over tiles, in memory that does not grow with `Lq Lk`. Needs torch.
 
 Notation: tq, tk tile sides; s scores; m row maximum; p = exp(s - m); z = sum p; n = sum p v. With autograd off the
-softmax is online (Milakov and Gimelshein 2018; Rabe and Staats 2021): one pass. With autograd on, a first pass finds m
-without a graph (it cancels in n / z, so its derivative is zero), then each tile's (n, z) is a checkpoint that backward
-recomputes: gradients reach whatever the score touches, closures included. One tile covers small inputs: the plain formula.
+softmax is online (Milakov and Gimelshein 2018; Rabe and Staats 2021): one pass. With autograd on, each tile is a checkpoint that
+backward recomputes, so that gradients reach whatever the score touches, closures included: whole rows by the plain formula;
+of rows that are too long a first pass finds m without a graph (it cancels in n / z, so its derivative is zero), and tiles give
+(n, z). One tile covers small inputs: the plain formula.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TILE_ELEMENTS = 1 << 20
 # Scores up to this many form one tile, the plain formula: cheaper than several while memory is of no concern.
 PLAIN_ELEMENTS = 1 << 21
 SMALLEST_SIDE = 64
+FEWEST_ROWS = 16
 
 
 class Scoring(NamedTuple):
@@ -35,7 +37,8 @@ class Scoring(NamedTuple):
 
     `reweight(query, query_positions, key_positions)` gives a factor on normalised weights, broadcastable likewise, and `visible`
     of the same which pairs the variant itself shows, bool. `cost` is
-    the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score). `isolated`
+    the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score as written),
+    less than 1 where larger tiles are worth more memory. `isolated`
     keeps NaN and Inf of hidden pairs from everything, at the price of looking whether there are any.
     """
 
@@ -48,24 +51,28 @@ class Scoring(NamedTuple):
     reweight: Callable[..., Tensor] | None = None
     visible: Callable[..., Tensor] | None = None
     dropout_p: float = 0.0
-    cost: int = 1
+    cost: float = 1
     isolated: bool = False
 
 
 class Result(NamedTuple):
-    """`out [B, Hq, Lq, Dv]`, `weights [B, Hq, Lq, Lk]` or None, `lse [B, Hq, Lq]` in float32 or better."""
+    """`out [B, Hq, Lq, Dv]`, `weights [B, Hq, Lq, Lk]` or None, `lse [B, Hq, Lq]` in float32 or better, or None."""
 
     out: Tensor
     weights: Tensor | None
-    lse: Tensor
+    lse: Tensor | None
 
 
-def tile_sides(pairs: int, query_length: int, key_length: int, cost: int) -> tuple[int, int]:
-    """`(tq, tk)` for `pairs = B Hq` matrices; the whole matrix where it is small."""
-    if pairs * query_length * key_length * cost <= PLAIN_ELEMENTS:
+def tile_sides(
+    pairs: int, query_length: int, key_length: int, cost: float, recording: bool = False
+) -> tuple[int, int]:
+    """`(tq, tk)` for `pairs = B Hq` matrices; the whole matrix where it is small, whole rows with autograd where they are short."""
+    if pairs * query_length * key_length * max(cost, 1) <= PLAIN_ELEMENTS:
         return query_length, key_length
-    budget = max(TILE_ELEMENTS // max(pairs * cost, 1), 1)
-    floor = SMALLEST_SIDE if cost == 1 else 8
+    budget = max(int(TILE_ELEMENTS / (pairs * cost)), 1)
+    if recording and budget >= FEWEST_ROWS * key_length:  # whole rows: their softmax is made with them
+        return min(budget // key_length, query_length), key_length
+    floor = SMALLEST_SIDE if cost <= 1 else 8
     side = max(floor, 1 << (int(budget**0.5).bit_length() - 1))
     tq = min(side, query_length)
     return tq, min(max(side, budget // tq), key_length)
@@ -81,33 +88,43 @@ def tiled_attention(
     *,
     recording: bool,
     need_weights: bool = False,
+    need_lse: bool = True,
 ) -> Result:
     """Softmax attention of `scoring` over `query [B, Hq, Lq, *]`, `key [B, H, Lk, *]`, `value [B, Hkv, Lk, Dv]`.
 
     A query that sees nothing gives out 0, weights 0, lse -inf and zero gradient. Weights are before dropout; asking for them
-    takes the one-tile path, whose memory is theirs. The results are in `accumulation_dtype`; the caller casts.
+    takes the one-tile path, whose memory is theirs. Without need_lse it may be left out (None). The results are in `accumulation_dtype`; the caller casts.
     """
     batch, heads, lq, _ = query.shape
     lk = key.shape[2]
     if visibility is None:
         visibility = Visibility(batch, heads, lq, lk, query.device)
-    job = _Job(query, key, value, scoring, visibility)
-    tq, tk = tile_sides(batch * heads, lq, lk, scoring.cost)
+    job = _Job(query, key, value, scoring, visibility, need_lse)
+    tq, tk = tile_sides(batch * heads, lq, lk, scoring.cost, recording)
     if need_weights or torch.compiler.is_compiling() or (tq >= lq and tk >= lk):
         return job.plain(need_weights)
     rows = [
         job.row_recorded(q, min(q + tq, lq), tk) if recording else job.row_online(q, min(q + tq, lq), tk)
         for q in range(0, lq, tq)
     ]
-    return Result(torch.cat([r[0] for r in rows], 2), None, torch.cat([r[1] for r in rows], 2))
+    sums = [lse for _, lse in rows if lse is not None]
+    lse = torch.cat(sums, 2) if len(sums) == len(rows) else None
+    return Result(torch.cat([r[0] for r in rows], 2), None, lse)
 
 
 class _Job:
     """One call's tensors; its methods compute the plain formula, a row block online, or a row block with a graph."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, visibility: Visibility
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scoring: Scoring,
+        visibility: Visibility,
+        need_lse: bool,
     ) -> None:
+        self.need_lse = need_lse
         self.query, self.key, self.value, self.how, self.seen = query, key, value, scoring, visibility
         self.heads = query.shape[1]
         self.dtype = accumulation_dtype(value.dtype)
@@ -148,8 +165,17 @@ class _Job:
 
     def plain(self, need_weights: bool) -> Result:
         """The formula as written, over the whole matrix at once."""
-        lq, lk = self.query.shape[2], self.key.shape[2]
-        s = self.scores(0, lq, 0, lk)
+        out, used, lse = self._block(0, self.query.shape[2], 0, self.key.shape[2])
+        return Result(out, used if need_weights else None, lse)
+
+    def _block(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(out, weights, lse)` of rows whose visible keys all lie in `[k0, k1)`."""
+        s = self.scores(q0, q1, k0, k1)
+        if self._sees_all(q0, q1, k0, k1):  # no row is empty: torch's function makes fewer copies
+            w = torch.softmax(s, -1)
+            used = self._reweighted(w, q0, q1, k0, k1)
+            lse = torch.logsumexp(s, -1) if self.need_lse else None
+            return self._mixed(self._dropped(used), s, k0, k1), used, lse
         peak = s.detach().amax(-1, keepdim=True)  # [B, H, Lq, 1]
         alive = peak != -torch.inf  # a NaN lives on: it was seen
         m = self._with_sinks(peak)
@@ -159,9 +185,24 @@ class _Job:
         if self.how.sinks is not None:
             w = torch.where(alive, w, torch.zeros_like(w))
         lse = torch.where(alive, m + torch.log(torch.where(alive, z, torch.ones_like(z))), -torch.inf)
-        used = self._reweighted(w, 0, lq, 0, lk)
-        out = self._mixed(self._dropped(used), s, 0, lk)
-        return Result(out, used if need_weights else None, lse[..., 0])
+        used = self._reweighted(w, q0, q1, k0, k1)
+        out = self._mixed(self._dropped(used), s, k0, k1)
+        return out, used, lse[..., 0]
+
+    def _sees_all(self, q0: int, q1: int, k0: int, k1: int) -> bool:
+        """Whether every pair is known to be visible without looking."""
+        how = self.how
+        hides = (how.visible, how.score_mod, how.bias, how.sinks)
+        return (
+            all(x is None for x in hides)
+            and not self.apart
+            and not torch.compiler.is_compiling()
+            and self.seen.kind(q0, q1, k0, k1) == "full"
+        )
+
+    def _row_alone(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor | None]:
+        out, _, lse = self._block(q0, q1, k0, k1)
+        return out, lse
 
     def row_online(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor]:
         """A row block without a graph, one pass: `(out, lse)`."""
@@ -183,9 +224,13 @@ class _Job:
         z = self._sum_with_sinks(z * fade, top)
         return self._finish(n * fade, z, top, alive)
 
-    def row_recorded(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor]:
+    def row_recorded(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor | None]:
         """A row block whose tiles are recomputed in backward: `(out, lse)`."""
         tiles = self._tiles(q0, q1, tk)
+        again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.how.dropout_p > 0}
+        if len(tiles) == 1:
+            alone: tuple[Tensor, Tensor | None] = checkpoint(self._row_alone, q0, q1, *tiles[0], **again)
+            return alone
         with torch.no_grad():
             m = self.query.new_full((*self.query.shape[:2], q1 - q0, 1), -torch.inf, dtype=self.dtype)
             for k0, k1 in tiles:
@@ -195,16 +240,7 @@ class _Job:
         n: Any = self.value.new_zeros(*top.shape[:3], self.value.shape[3], dtype=self.dtype)
         z: Any = torch.zeros_like(top)
         for k0, k1 in tiles:
-            tile_n, tile_z = checkpoint(
-                self._sums,
-                q0,
-                q1,
-                k0,
-                k1,
-                top,
-                use_reentrant=False,
-                preserve_rng_state=self.how.dropout_p > 0,
-            )
+            tile_n, tile_z = checkpoint(self._sums, q0, q1, k0, k1, top, **again)
             n, z = n + tile_n, z + tile_z
         if not tiles:  # nobody sees anything: zeros that stay in the graph
             n = n + (self.query[..., :0].sum() + self.key[..., :0].sum() + self.value[..., :0].sum())

@@ -137,7 +137,7 @@ class ScoreAttention(Attention):
         """Which pairs of a tile the formula itself shows, bool `[B, Hq, tq, tk]` or broadcastable, beside what the caller hides."""
         raise PluginError(f"{type(self).__name__} says that it hides pairs but writes no visible(...)")
 
-    def tile_cost_of(self, query: Tensor) -> int:
+    def tile_cost_of(self, query: Tensor) -> float:
         """`tile_cost` for projected queries such as these, where it depends on their device or on who traces."""
         return self.tile_cost
 
@@ -198,6 +198,7 @@ class ScoreAttention(Attention):
             call.visibility,
             recording=call.recording or torch.is_grad_enabled(),
             need_weights=call.need_weights,
+            need_lse=call.need_lse,
         )
         weights = None if result.weights is None else result.weights.to(value.dtype)
         return AttentionOutput(
