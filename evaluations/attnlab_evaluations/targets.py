@@ -99,6 +99,9 @@ def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> lis
         found.append(time_exponent("linearised", (4096, 8192, 16384, 32768, 65536), share * 3, seed))
         say("window at 4096")
         found.append(window(4096, 256, share * 2, seed))
+        for length in (1024, 4096, 16384):
+            say(f"decoding at {length}")
+            found.append(decoding(length, share, seed))
         say("window from 4k to 32k")
         found.append(time_exponent("sliding_window", (4096, 8192, 16384, 32768), share * 2, seed))
     found += additive_goals(share * 8, budget, seed, say)
@@ -175,6 +178,39 @@ def window(length: int, size: int, budget: float, seed: int) -> Target:
         return Target(what, peer, UNMEASURED, "x", 1 / 8, NO_TIME)
     note = f"{statistics.median(pair[0]) * 1e3:.3g} against {statistics.median(pair[1]) * 1e3:.3g} ms"
     return Target(what, peer, paired_ratio(*pair, seed=seed), "x", 1 / 8, note)
+
+
+def decoding(length: int, budget: float, seed: int) -> Target:
+    """One token against a cache of `length` tokens over torch's function with the same cache, (1, 8, L, 64): both write it, then ask."""
+    steps = 64  # then both begin again, so that neither is further on than the other for long
+    query, key, value = random_inputs(8, length, 64)
+    _, heads, length, width = query.shape
+    variant = attnlab.create("dot_product", num_heads=heads, head_dim=width)
+    token = [x[:, :, :1].contiguous() for x in (query, key, value)]
+    states = [variant(query, key, value, causal=True, state=variant.init_state(1, length + steps)).state]
+    store = [torch.zeros(1, heads, length + steps, width) for _ in range(2)]
+    for kept, given in zip(store, (key, value), strict=True):
+        kept[:, :, :length] = given
+    at = [length]
+
+    def ours() -> object:
+        answer = variant(*token, causal=True, state=states[-1])
+        states[-1] = answer.state if answer.state.length < length + steps else answer.state.crop(length)
+        return answer.out
+
+    def theirs() -> object:
+        end = at[0] + 1
+        for kept, given in zip(store, token[1:], strict=True):
+            kept[:, :, at[0] : end] = given
+        at[0] = end if end < length + steps else length
+        return peers.torch_attention(token[0], store[0][:, :, :end], store[1][:, :, :end])
+
+    pair = time_pair(ours, theirs, budget, seed)
+    what = f"dot_product, one token decoded, L={length}"
+    if pair is None:
+        return Target(what, "torch, same cache", UNMEASURED, "x", 1.05, NO_TIME)
+    note = f"{statistics.median(pair[0]) * 1e6:.4g} against {statistics.median(pair[1]) * 1e6:.4g} us"
+    return Target(what, "torch, same cache", paired_ratio(*pair, seed=seed), "x", 1.05, note)
 
 
 def time_exponent(variant: str, lengths: tuple[int, ...], budget: float, seed: int) -> Target:
