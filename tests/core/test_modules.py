@@ -264,7 +264,7 @@ def test_a_variant_given_as_an_instance_is_used_as_it_is() -> None:
 
 
 def test_options_reach_the_variant() -> None:
-    assert MultiHeadAttention(E, H, variant="additive", hidden_size=5).attention.options == {"hidden_size": 5}
+    assert MultiHeadAttention(E, H, variant="additive", hidden_size=5).attention.options["hidden_size"] == 5
 
 
 def test_no_argument_is_kept_between_calls() -> None:
