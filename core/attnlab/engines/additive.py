@@ -19,8 +19,8 @@ from attnlab.engines import additive_cpu
 from attnlab.engines.heads import accumulation_dtype, in_own_precision
 from attnlab.engines.triton_launch import kernels_serve
 
-ADDITIVE_TILE_COST = 0.125
-"""For `Scoring.cost` where `by_blocks` holds: each channel is two calls over a head's tile, so tiles eight times as large pay."""
+ADDITIVE_TILE_COST = 0.25
+"""For `Scoring.cost` where `by_blocks` holds: each channel is two calls over a head's tile, so tiles four times as large pay."""
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 TILE_ELEMENTS = 1 << 20
 # Scores up to this many form one tile, the plain formula: cheaper than several while memory is of no concern.
 PLAIN_ELEMENTS = 1 << 21
-# 16 MiB of float32: glibc gives memory of 32 MiB and more back to the system each time.
-REUSED_ELEMENTS = 1 << 22
 SMALLEST_SIDE = 64
 FEWEST_ROWS = 16
 
@@ -103,19 +101,12 @@ def tiled_attention(
         visibility = Visibility(batch, heads, lq, lk, query.device)
     job = _Job(query, key, value, scoring, visibility, need_lse)
     tq, tk = tile_sides(batch * heads, lq, lk, scoring.cost, recording)
-    if need_weights or torch.compiler.is_compiling():
+    if need_weights or torch.compiler.is_compiling() or (tq >= lq and tk >= lk):
         return job.plain(need_weights)
-    if tq >= lq and tk >= lk:
-        # In parts that the system's allocator keeps for the next call: larger ones it clears anew, page by page.
-        tq = max(1, REUSED_ELEMENTS // max(batch * heads * lk, 1))
-        if tq >= lq:
-            return job.plain(need_weights)
-        rows = [job.row_alone(q, min(q + tq, lq), 0, lk) for q in range(0, lq, tq)]
-    else:
-        rows = [
-            job.row_recorded(q, min(q + tq, lq), tk) if recording else job.row_online(q, min(q + tq, lq), tk)
-            for q in range(0, lq, tq)
-        ]
+    rows = [
+        job.row_recorded(q, min(q + tq, lq), tk) if recording else job.row_online(q, min(q + tq, lq), tk)
+        for q in range(0, lq, tq)
+    ]
     sums = [lse for _, lse in rows if lse is not None]
     lse = torch.cat(sums, 2) if len(sums) == len(rows) else None
     return Result(torch.cat([r[0] for r in rows], 2), None, lse)
@@ -237,6 +228,8 @@ class _Job:
         """A row block whose tiles are recomputed in backward: `(out, lse)`."""
         tiles = self._tiles(q0, q1, tk)
         again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.how.dropout_p > 0}
+        if len(tiles) == 1 and q0 == 0:  # one tile more in memory, and one less that is made twice
+            return self.row_alone(q0, q1, *tiles[0])
         if len(tiles) == 1:
             alone: tuple[Tensor, Tensor | None] = checkpoint(self.row_alone, q0, q1, *tiles[0], **again)
             return alone
