@@ -2,7 +2,8 @@
 
 Notation: tq, tk tile sides; s scores; m row maximum; p = exp(s - m); z = sum p; n = sum p v. With autograd off the
 softmax is online (Milakov and Gimelshein 2018; Rabe and Staats 2021): one pass. With autograd on, each tile is a checkpoint that
-backward recomputes, so that gradients reach whatever the score touches, closures included: whole rows by the plain formula;
+backward recomputes, so that gradients reach whatever the score touches, closures included: whole rows by the plain formula, the
+first of them without a checkpoint;
 of rows that are too long a first pass finds m without a graph (it cancels in n / z, so its derivative is zero), and tiles give
 (n, z). One tile covers small inputs: the plain formula.
 """
