@@ -189,7 +189,9 @@ def _check_state(variant: Attention, state: Any, batch: int, new: int, key: Tens
         raise InvalidInput(
             f"{name}: state must come from init_state or an earlier output, got {type(state).__name__}"
         )
-    if not isinstance(state, variant.state_type):
+    if not isinstance(state, variant.state_type) or (
+        state.named_only and type(state) is not variant.state_type
+    ):
         raise InvalidInput(
             f"{name}: state must be a {variant.state_type.__name__} from its own init_state, got a {type(state).__name__}"
         )

@@ -272,7 +272,9 @@ class Attention(nn.Module):
             if signature in self._served and signature and not torch._C._is_any_autocast_enabled():
                 if state is None:
                     return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
-                if state._judged == signature and (step := self.plain_step(query, key, value, state)):
+                if getattr(state, "_judged", None) == signature and (
+                    step := self.plain_step(query, key, value, state)
+                ):
                     state.spent = True
                     return step
         bare = bare and state is None

@@ -31,6 +31,9 @@ class State:
     key_present: Tensor | None = None
     key_segments: Tensor | None = None
     spent: bool = False
+    named_only: ClassVar[bool] = (
+        False  # whether a variant must name this very class in `state_type` to be handed it
+    )
     _judged: ClassVar[tuple[Any, ...] | None] = (
         None  # the signature of the call that this state came from, where the next one may be like it
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnlab.errors import UnsupportedRequest
-from attnlab.state import CacheState
+from attnlab.state import CacheState, check_room
 
 W = TypeVar("W", bound="WindowState")
 
@@ -23,6 +23,7 @@ class WindowState(CacheState):
     not by `capacity`. `evicted` counts the tokens forgotten, which stood behind the sink tokens.
     """
 
+    named_only: ClassVar[bool] = True  # who takes it for a whole cache would see a window of it
     left: int
     sink_tokens: int = 0
     start: int = 0
@@ -42,6 +43,7 @@ class WindowState(CacheState):
         dtype: torch.dtype | None,
     ) -> WindowState:
         """An empty one; with `capacity`, at most twice the window is allocated, at once."""
+        check_room(batch, capacity)
         room = None if capacity is None else min(capacity, sink_tokens + 2 * left + 2)
         plain = CacheState.empty(batch, kv_heads, key_dim, value_dim, room, device, dtype)
         return cls(key=plain.key, value=plain.value, capacity=capacity, left=left, sink_tokens=sink_tokens)

@@ -85,7 +85,7 @@ def _measured(target: Target) -> str:
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """All rows, each within its share of `budget` seconds."""
-    share = budget / 24
+    share = budget / 26
     found: list[Target] = []
     with torch.no_grad():
         say("dispatch")

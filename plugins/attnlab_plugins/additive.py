@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlab import InvalidInput, ScoreAttention
-from attnlab.engines import ADDITIVE_TILE_COST, additive_projection, additive_scores, by_blocks
+from attnlab.engines import additive_projection, additive_scores, additive_tile_cost
 
 
 class AdditiveAttention(ScoreAttention):
@@ -97,4 +97,4 @@ class AdditiveAttention(ScoreAttention):
         return additive_scores(query, key, vector.expand(self.num_heads, -1))
 
     def tile_cost_of(self, query: Tensor) -> float:
-        return ADDITIVE_TILE_COST if by_blocks(query, self.v) else self.options["hidden_size"]
+        return additive_tile_cost(query, self.v)

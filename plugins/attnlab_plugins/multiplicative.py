@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from attnlab import AttentionOutput, Call, InvalidInput, Reason, Request, ScoreAttention, Visibility
 from attnlab.engines import (
-    ADDITIVE_TILE_COST,
     accumulation_dtype,
     additive_projection,
     additive_scores,
-    by_blocks,
+    additive_tile_cost,
     in_own_precision,
 )
 
@@ -192,9 +191,7 @@ class MultiplicativeAttention(ScoreAttention):
         return at - query[..., -1:]
 
     def tile_cost_of(self, query: Tensor) -> float:
-        if self.score != "concat":
-            return self.tile_cost
-        return ADDITIVE_TILE_COST if by_blocks(query, self.v_a) else self.options["hidden_size"]
+        return additive_tile_cost(query, self.v_a) if self.score == "concat" else self.tile_cost
 
 
 @in_own_precision

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnlab.conformance.watching import DispatchMode
-from attnlab.engines import additive, additive_scores, by_blocks
+from attnlab.engines import additive, additive_scores
+from attnlab.engines.additive import _by_blocks as by_blocks
 
 
 @pytest.fixture(autouse=True)

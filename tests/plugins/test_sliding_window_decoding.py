@@ -271,3 +271,26 @@ def test_the_shortcut_is_left_for_what_it_does_not_serve() -> None:
 
 def test_the_class_of_the_state_is_public() -> None:
     assert isinstance(variant_of(left=1).init_state(1), WindowState)
+
+
+@pytest.mark.parametrize("name", ["dot_product", "multiplicative_dot"])
+def test_who_keeps_everything_does_not_take_a_windows_state(name: str) -> None:
+    window = variant_of(left=2).init_state(2, dtype=torch.float64)
+    other = create(name, num_heads=H, head_dim=D)
+    with pytest.raises(InvalidInput, match="must be a CacheState from its own init_state, got a WindowState"):
+        other(*tokens(1), state=window)
+
+
+@pytest.mark.parametrize("state", ["abc", 3, object()])
+def test_what_is_no_state_is_refused_after_steps_as_before(state: object) -> None:
+    variant = create("dot_product", num_heads=H, head_dim=D)
+    with torch.no_grad():
+        run(variant, tokens(3), [1] * 3, variant.init_state(2, dtype=torch.float64))
+        with pytest.raises(InvalidInput, match="state must come from init_state"):
+            variant(*tokens(1), causal=True, state=state)
+
+
+@pytest.mark.parametrize("capacity", ["5", 1e9, -1, True])
+def test_a_capacity_that_is_no_count_is_refused(capacity: Any) -> None:
+    with pytest.raises(InvalidInput, match="init_state: capacity must be an int of 0 or more or None"):
+        variant_of(left=2).init_state(1, capacity)

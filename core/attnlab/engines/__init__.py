@@ -5,7 +5,7 @@ a window.  additive: the score v^T tanh(q + k) of a tile.  linear: prefix sums o
 recurrence, token by token.  triton_launch: where Triton kernels serve and how they are launched; triton itself is imported by use.
 """
 
-from attnlab.engines.additive import ADDITIVE_TILE_COST, additive_projection, additive_scores, by_blocks
+from attnlab.engines.additive import additive_projection, additive_scores, additive_tile_cost
 from attnlab.engines.banded import Band, band_of, banded_attention
 from attnlab.engines.fused import MASK_ELEMENTS, fused_attention, fused_step
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
@@ -25,7 +25,6 @@ from attnlab.engines.triton_launch import (
 )
 
 __all__ = [
-    "ADDITIVE_TILE_COST",
     "MASK_ELEMENTS",
     "SHARED_MEMORY",
     "Ahead",
@@ -35,11 +34,11 @@ __all__ = [
     "accumulation_dtype",
     "additive_projection",
     "additive_scores",
+    "additive_tile_cost",
     "align_to_queries",
     "architecture",
     "band_of",
     "banded_attention",
-    "by_blocks",
     "causal_linear",
     "causal_linear_blocks",
     "compiling_ahead",

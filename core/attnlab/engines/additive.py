@@ -1,26 +1,27 @@
 """The additive score `sum_d v_d tanh(q_d + k_d)` of a tile, without `[tq, tk, A]` and without a tanh for each of its elements.
 
-With `u = exp(-2 q)` and `e = exp(2 k)`, made once for each row, `tanh(q + k) = 1 - 2 u / (u + e)`: an addition and a reciprocal
+With `u = exp(-2 q)` and `e = exp(2 k)`, made once for each row, `tanh(q + k) = 1 - 2 u / (u + e)`: an addition and a division
 for each element. The derivative is `4 u e / (u + e)^2`, so that backward needs the same reciprocals again, and keeps nothing
 but its inputs. Powers of e have a range: rows beyond its reach go by tanh itself. On the CPU torch does this in bounded
 temporaries, see `additive_cpu`; on CUDA Triton kernels do, see `additive_triton`. No GPU has run those.
 
-Notation: tq, tk sides of the tile, A hidden size; g gradient of the scores; r = 1 / (u + e). Needs torch.
+Notation: tq, tk sides of the tile, A hidden size. Needs torch.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlab.engines import additive_cpu
+from attnlab.engines import additive_cpu, additive_triton
 from attnlab.engines.heads import accumulation_dtype, in_own_precision
 from attnlab.engines.triton_launch import kernels_serve
 
-ADDITIVE_TILE_COST = 0.25
-"""For `Scoring.cost` where `by_blocks` holds: each channel is two calls over a head's tile, so tiles four times as large pay."""
+# Each channel is two calls over a head's tile on the CPU, so tiles four times as large pay.
+_TILE_COST = 0.25
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,9 +40,9 @@ def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
 
     Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate", appendix A.1.2. In eager mode
     by blocks on the CPU and, but for float64, on CUDA with triton, exact to the rounding of tanh; elsewhere as written, in
-    `tq tk A` temporaries (`by_blocks` tells which). A gradient of a gradient is that of the formula as written.
+    `tq tk A` temporaries, as `additive_tile_cost` says. A gradient of a gradient is that of the formula as written.
     """
-    if not by_blocks(query, key, v):
+    if not _by_blocks(query, key, v):
         return _as_written(query, key, v)
     if not _by_kernels(query, key, v):
         wide = accumulation_dtype(query.dtype)
@@ -49,10 +50,16 @@ def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or v.requires_grad):
         scores: Tensor = _Scores.apply(query, key, v)  # type: ignore[no-untyped-call]
         return scores
-    return _forward_of(query, key, v)
+    made: Tensor = _engine(query, key, v).forward(query, key, v)
+    return made
 
 
-def by_blocks(*tensors: Tensor) -> bool:
+def additive_tile_cost(query: Tensor, v: Tensor) -> float:
+    """`Scoring.cost` of `additive_scores` for tensors such as these."""
+    return _TILE_COST if _by_blocks(query, v) else v.shape[-1]
+
+
+def _by_blocks(*tensors: Tensor) -> bool:
     """Whether `additive_scores` of such tensors forms no `[tq, tk, A]`: plain ones, of a device that is served, and no trace."""
     return (
         all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
@@ -77,19 +84,16 @@ def _as_written(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqka,ha->bhqk", hidden, v.to(wide))
 
 
-def _forward_of(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
-    if _by_kernels(query, key, v):
-        from attnlab.engines import additive_triton
-
-        return additive_triton.forward(query, key, v)
-    return additive_cpu.forward(query, key, v)
+def _engine(*tensors: Tensor) -> ModuleType:
+    return additive_triton if _by_kernels(*tensors) else additive_cpu
 
 
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(query, key, v)
-        return _forward_of(query, key, v)
+        made: Tensor = _engine(query, key, v).forward(query, key, v)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,8 +103,5 @@ class _Scores(torch.autograd.Function):
             wanted = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
             found = iter(torch.autograd.grad(scores, wanted, grad, create_graph=True))
             return tuple(next(found) if n else None for n in ctx.needs_input_grad)
-        if _by_kernels(query, key, v):
-            from attnlab.engines import additive_triton
-
-            return additive_triton.backward(grad, query, key, v)
-        return additive_cpu.backward(grad, query, key, v)
+        found_all: tuple[Tensor, ...] = _engine(query, key, v).backward(grad, query, key, v)
+        return found_all

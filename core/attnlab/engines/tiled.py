@@ -25,12 +25,12 @@ from attnlab.visibility import Visibility
 if TYPE_CHECKING:
     from attnlab.call import ScoreMod
 
-# Elements of the largest temporary of one tile: 2^20 float32 are 4 MiB, near the second-level caches of two cores.
+# Elements of the largest temporary of one tile that costs 1: 2^20 float32 are 4 MiB, near the second-level caches of two cores.
 TILE_ELEMENTS = 1 << 20
 # Scores up to this many form one tile, the plain formula: cheaper than several while memory is of no concern.
 PLAIN_ELEMENTS = 1 << 21
 SMALLEST_SIDE = 64
-FEWEST_ROWS = 16
+FEWEST_ROWS = 16  # of whole rows in a tile: with fewer, products of matrices are products of vectors
 
 
 class Scoring(NamedTuple):
@@ -49,7 +49,7 @@ class Scoring(NamedTuple):
     score_mod: ScoreMod | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
-    reweight: Callable[..., Tensor] | None = None
+    reweight: Callable[..., Tensor | None] | None = None
     visible: Callable[..., Tensor] | None = None
     dropout_p: float = 0.0
     cost: float = 1
@@ -94,7 +94,7 @@ def tiled_attention(
     """Softmax attention of `scoring` over `query [B, Hq, Lq, *]`, `key [B, H, Lk, *]`, `value [B, Hkv, Lk, Dv]`.
 
     A query that sees nothing gives out 0, weights 0, lse -inf and zero gradient. Weights are before dropout; asking for them
-    takes the one-tile path, whose memory is theirs. Without need_lse it may be left out (None). The results are in `accumulation_dtype`; the caller casts.
+    takes the one-tile path, whose memory is theirs. lse is None without need_lse. The results are in `accumulation_dtype`; the caller casts.
     """
     batch, heads, lq, _ = query.shape
     lk = key.shape[2]
@@ -108,9 +108,8 @@ def tiled_attention(
         job.row_recorded(q, min(q + tq, lq), tk) if recording else job.row_online(q, min(q + tq, lq), tk)
         for q in range(0, lq, tq)
     ]
-    sums = [lse for _, lse in rows if lse is not None]
-    lse = torch.cat(sums, 2) if len(sums) == len(rows) else None
-    return Result(torch.cat([r[0] for r in rows], 2), None, lse)
+    lse = torch.cat([lse for _, lse in rows if lse is not None], 2) if need_lse else None
+    return Result(torch.cat([out for out, _ in rows], 2), None, lse)
 
 
 class _Job:
@@ -167,7 +166,7 @@ class _Job:
     def plain(self, need_weights: bool) -> Result:
         """The formula as written, over the whole matrix at once."""
         out, used, lse = self._block(0, self.query.shape[2], 0, self.key.shape[2])
-        return Result(out, used if need_weights else None, lse)
+        return Result(out, used if need_weights else None, lse if self.need_lse else None)
 
     def _block(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(out, weights, lse)` of rows whose visible keys all lie in `[k0, k1)`."""
@@ -226,10 +225,12 @@ class _Job:
         return self._finish(n * fade, z, top, alive)
 
     def row_recorded(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor | None]:
-        """A row block whose tiles are recomputed in backward: `(out, lse)`."""
+        """A row block whose tiles are recomputed in backward, but for the first block: `(out, lse)`."""
         tiles = self._tiles(q0, q1, tk)
         again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.how.dropout_p > 0}
-        if len(tiles) == 1 and q0 == 0:  # one tile more in memory, and one less that is made twice
+        if (
+            len(tiles) == 1 and q0 == 0
+        ):  # one tile, no matter which: as much memory as backward takes for another
             return self.row_alone(q0, q1, *tiles[0])
         if len(tiles) == 1:
             alone: tuple[Tensor, Tensor | None] = checkpoint(self.row_alone, q0, q1, *tiles[0], **again)
@@ -281,10 +282,12 @@ class _Job:
     def _reweighted(self, p: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         if self.how.reweight is None:
             return p
-        positions = self.seen.query_positions[..., q0:q1], self.seen.key_positions[..., k0:k1]
-        return p * self.how.reweight(
-            self.query[:, :, q0:q1], query_positions=positions[0], key_positions=positions[1]
-        ).to(p.dtype)
+        factor = self.how.reweight(
+            self.query[:, :, q0:q1],
+            query_positions=self.seen.query_positions[..., q0:q1],
+            key_positions=self.seen.key_positions[..., k0:k1],
+        )
+        return p if factor is None else p * factor.to(p.dtype)
 
     def _dropped(self, p: Tensor) -> Tensor:
         return torch.nn.functional.dropout(p, self.how.dropout_p) if self.how.dropout_p else p

@@ -69,7 +69,9 @@ class ScoreAttention(Attention):
     inner_product: bool = False
     tile_cost: int = 1
     projected_width: int | None = None
-    _keys_are_projected: bool = False
+    reweights: bool = False
+    hides: bool = False
+    _projects: bool = False
     _bare_fused: bool = False
     _bare_step: bool = False
 
@@ -92,6 +94,7 @@ class ScoreAttention(Attention):
         kind = type(self)
         self.reweights = kind.reweight is not ScoreAttention.reweight
         self.hides = kind.visible is not ScoreAttention.visible
+        self._projects = kind.project_key is not ScoreAttention.project_key
         # Nothing of the author's stands between the inputs and torch's function with its defaults.
         self._bare_step = kind.inner_product and all(
             getattr(kind, method) is getattr(ScoreAttention, method)
@@ -153,17 +156,10 @@ class ScoreAttention(Attention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         state: State | None = None
-        kind = type(self)
-        projects = kind.project_key is not ScoreAttention.project_key and not self._keys_are_projected
-        if projects and self.projected_width is not None:
-            projected, projects = self._projected(key), False
-            key = (
-                projected if call.state is None else projected.to(key.dtype)
-            )  # a cache keeps the keys' dtype
         if call.state is not None:
-            key, value, state = self.extended(key, value, call)
+            key, value, state = self.extended(self._keys_for_cache(key), value, call)
         query = self.project_query(query)
-        if projects:
+        if self._projects and (state is None or self.projected_width is None):
             key = self._projected(key)
         reweight: Any = self.reweight if self.reweights else None
         scale = self.default_scale() if call.scale is None else call.scale
@@ -201,9 +197,7 @@ class ScoreAttention(Attention):
             need_lse=call.need_lse,
         )
         weights = None if result.weights is None else result.weights.to(value.dtype)
-        return AttentionOutput(
-            result.out.to(value.dtype), weights, result.lse if call.need_lse else None, state
-        )
+        return AttentionOutput(result.out.to(value.dtype), weights, result.lse, state)
 
     def init_state(
         self,
@@ -229,9 +223,7 @@ class ScoreAttention(Attention):
         return self.num_heads, self.projected_width, self.value_dim
 
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
-        return self.extended(
-            key if self.projected_width is None else self._projected(key).to(key.dtype), value, call
-        )[2]
+        return self.extended(self._keys_for_cache(key), value, call)[2]
 
     def precompute(self, key: Tensor) -> PrecomputedKeys:
         """What this variant makes of `key [B, Hkv, Lk, Dk]` before any query is known, for queries that come one by one.
@@ -254,6 +246,10 @@ class ScoreAttention(Attention):
                 f"{self.name}: precompute takes key [B, {self.num_kv_heads}, Lk, {self.key_dim}], got {got}"
             )
         return PrecomputedKeys(self, key)
+
+    def _keys_for_cache(self, key: Tensor) -> Tensor:
+        """What a state keeps of these keys, in their dtype."""
+        return key if self.projected_width is None else self._projected(key).to(key.dtype)
 
     def _projected(self, key: Tensor) -> Tensor:
         return self.project_key(expand_heads(key, self.num_heads))
@@ -295,13 +291,13 @@ class PrecomputedKeys:
     """Keys that a variant has worked on once: `keys(query, value, **arguments)`, any number of times. `ScoreAttention.precompute` makes it."""
 
     def __init__(self, variant: ScoreAttention, key: Tensor) -> None:
-        projects = type(variant).project_key is not ScoreAttention.project_key
-        self.key = variant._projected(key).to(key.dtype) if projects else key
+        self.key = variant._projected(key).to(key.dtype) if variant._projects else key
         self._value_heads = variant.num_kv_heads
         # The same parameters behind a gate that expects such keys.
         self._variant = copy(variant)
         self._variant.num_kv_heads, self._variant.key_dim = self.key.shape[1], self.key.shape[3]
-        self._variant._keys_are_projected = True
+        self._variant._projects = False
+        self._variant.projected_width = None
         self._variant.narrow(state="precomputed keys stay as they are; a state is for keys that arrive")
 
     def __call__(self, query: Tensor, value: Tensor, **arguments: Any) -> AttentionOutput:
