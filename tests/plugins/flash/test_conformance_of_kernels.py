@@ -35,4 +35,4 @@ def test_the_kernels_pass_a_choice_of_checks(make: Any) -> None:
 def test_the_kernels_pass_the_quick_checks(make: Any) -> None:
     results = run_checks(make, quick=True)
     assert not wrong(results), wrong(results)
-    assert sum(r.status == "passed" for r in results) > 500
+    assert sum(r.status == "passed" for r in results) > 400
