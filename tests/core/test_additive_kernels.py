@@ -274,7 +274,8 @@ def test_tiles_of_a_long_input_are_recomputed_by_kernels(
     before = launched.count("scores_kernel")
     leaf = x.clone().requires_grad_()
     out = variant(leaf, leaf, leaf, causal=True).out
-    assert launched.count("scores_kernel") - before == 12  # six tiles, for their maxima and for their sums
+    # Six tiles: the first row is one and is made once, five are made for their maxima and for their sums.
+    assert launched.count("scores_kernel") - before == 11
     torch.testing.assert_close(out, whole)
     out.sum().backward()
-    assert launched.count("scores_kernel") - before == 18
+    assert launched.count("scores_kernel") - before == 16
