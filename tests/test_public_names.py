@@ -30,6 +30,7 @@ PUBLIC = [
     "MultiHeadAttention",
     "PluginError",
     "PrecomputedKeys",
+    "ProjectedState",
     "Reason",
     "RecurrentAttention",
     "RecurrentState",

@@ -19,6 +19,7 @@ _HOMES = {
     "RecurrentState": "attnlab.state",
     "LinearState": "attnlab.state",
     "CacheState": "attnlab.state",
+    "ProjectedState": "attnlab.state",
     "WindowState": "attnlab.window_state",
     "Attention": "attnlab.interface",
     "AttentionMask": "attnlab.mask",
@@ -72,6 +73,7 @@ __all__ = [
     "MultiHeadAttention",
     "PluginError",
     "PrecomputedKeys",
+    "ProjectedState",
     "Reason",
     "RecurrentAttention",
     "RecurrentState",
@@ -121,7 +123,7 @@ if TYPE_CHECKING:
     from attnlab.modules import MultiHeadAttention
     from attnlab.registry import Registry
     from attnlab.request import Request
-    from attnlab.state import CacheState, LinearState, RecurrentState, State
+    from attnlab.state import CacheState, LinearState, ProjectedState, RecurrentState, State
     from attnlab.visibility import Visibility
     from attnlab.window_state import WindowState
 

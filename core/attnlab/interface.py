@@ -267,9 +267,10 @@ class Attention(nn.Module):
             and need_lse is False
         )
         signature = None
-        if bare and not torch.compiler.is_compiling():
+        # Under autocast other dtypes are judged than were given, so that such a call says nothing of one without.
+        if bare and not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
             signature = call_signature("" if state is None else "step", query, key, value, causal is True)
-            if signature in self._served and signature and not torch._C._is_any_autocast_enabled():
+            if signature in self._served and signature:
                 if state is None:
                     return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
                 if getattr(state, "_judged", None) == signature and (

@@ -77,9 +77,7 @@ class State:
     def reorder(self: S, index: Tensor) -> S:
         """The state whose row `b` is this one's row `index[b]` (beam search); a copy, so this one stays usable."""
         self.check_unspent("state.reorder()")
-        if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
-            got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
-            raise InvalidInput(f"state.reorder: index must be an int32 or int64 tensor [B], got {got}")
+        check_index("state.reorder", index)
         return self._map(lambda t: t.index_select(0, index))
 
     def crop(self: S, length: int) -> S:
@@ -280,10 +278,24 @@ class CacheState(State):
             raise InvalidInput(f"state.crop: length must lie in 0..{self.length}, got {quoted(length)}")
 
 
+@dataclass(kw_only=True, eq=False)
+class ProjectedState(CacheState):
+    """A cache whose keys are what `project_key` made of them, `[B, Hq, room, *]`: of no use to who expects keys."""
+
+    named_only: ClassVar[bool] = True
+
+
 def _grown(store: Tensor, past: int, room: int) -> Tensor:
     larger = store.new_zeros(*store.shape[:2], room, store.shape[3])
     larger[:, :, :past] = store[:, :, :past]
     return larger
+
+
+def check_index(subject: str, index: object) -> None:
+    """Judge an index of sequences; `InvalidInput` otherwise."""
+    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+        raise InvalidInput(f"{subject}: index must be an int32 or int64 tensor [B], got {got}")
 
 
 def check_room(batch: object, capacity: object) -> None:

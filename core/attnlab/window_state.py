@@ -107,18 +107,18 @@ class WindowState(CacheState):
     def append_step(self: W, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, W] | None:
         gone = self.forgettable()
         start, kept = self.start + gone, self.held - gone
-        if start + kept >= self.key.shape[2] or not self._can_step(key, value):
+        full = self.capacity is not None and self.length >= self.capacity
+        if full or start + kept >= self.key.shape[2] or not self._can_step(key, value):
             return None
-        if (
-            gone and self.sink_tokens
-        ):  # they move along, over tokens that are forgotten: nothing can fail after this
+        if gone and self.sink_tokens:
+            self.spent = True  # they move along, over rows that this state holds: what fails now must not go on from it
             for store in (self.key, self.value):
                 sinks = store[:, :, self.start : self.start + self.sink_tokens].clone()
                 store[:, :, start : start + self.sink_tokens] = sinks
         self.key[:, :, start + kept : start + kept + 1] = key
         self.value[:, :, start + kept : start + kept + 1] = value
         following = self._after(self.length + 1)
-        following.start, following.evicted = start, self.evicted + gone
+        following.start, following.evicted, following.spent = start, self.evicted + gone, False
         return self.key.narrow(2, start, kept + 1), self.value.narrow(2, start, kept + 1), following
 
     def _rows(self, store: Tensor, gone: int) -> list[Tensor]:

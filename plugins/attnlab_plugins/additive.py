@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from attnlab import InvalidInput, ScoreAttention
+from attnlab import InvalidInput, ProjectedState, ScoreAttention
 from attnlab.engines import additive_projection, additive_scores, additive_tile_cost
 
 
@@ -21,13 +21,14 @@ class AdditiveAttention(ScoreAttention):
     - `shared`: one set for all heads, first axis 1.
     - `bias`: `b [H, A]` is added inside tanh.
     - `weight_norm`: the vector is `g v / |v|` with a number `g [H]` (Salimans and Kingma 2016, "Weight Normalization", eq. 2),
-      the normed form that decoders are often trained with.
+      the normed form that decoders are often trained with. A v of zeros has no direction, and gives NaN.
 
     States keep `W_k k`, so that a decoding step projects its own token alone; `precompute` does that for keys that stay.
     """
 
     name = "additive"
     formula = "additive"
+    state_type = ProjectedState
     capabilities = replace(
         ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
     )

@@ -7,7 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from attnlab import AttentionOutput, Call, InvalidInput, Reason, Request, ScoreAttention, Visibility
+from attnlab import (
+    AttentionOutput,
+    Call,
+    InvalidInput,
+    ProjectedState,
+    Reason,
+    Request,
+    ScoreAttention,
+    Visibility,
+)
 from attnlab.engines import (
     accumulation_dtype,
     additive_projection,
@@ -102,6 +111,7 @@ class MultiplicativeAttention(ScoreAttention):
             self.W_a = nn.Parameter(torch.empty(num_heads, hidden, self.head_dim + self.key_dim))
             self.v_a = nn.Parameter(torch.empty(num_heads, hidden))
             self.projected_width = hidden
+            self.state_type = ProjectedState  # type: ignore[misc] # of this instance
         else:
             why = "location scores source positions by W_a, whose rows one length fixes"
             self.narrow(

@@ -68,6 +68,8 @@ class SlidingWindowAttention(ScoreAttention):
         return AttentionOutput(result.out, weights, result.lse, state)
 
     def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
+        if type(self) is not SlidingWindowAttention:  # another may score, project or scale in its own way
+            return None
         if not isinstance(state, WindowState) or not self._made(state):
             return None
         return fused_step(query, key, value, state)

@@ -163,3 +163,15 @@ def test_graphs_transforms_and_tensors_without_numbers_go_by_the_formula_as_writ
     with torch.autograd.forward_ad.dual_level():
         watched(torch.autograd.forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:])
     assert answers == [False] * 4
+
+
+def test_gradients_are_as_exact_where_the_caller_left_autocast_on() -> None:
+    inputs = drawn((1, 2, 40, 50, 16), dtype=torch.float32)
+    found = []
+    for on in (False, True):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        scores = additive_scores(*leaves)
+        with torch.autocast("cpu", enabled=on):
+            found.append(torch.autograd.grad(scores, leaves, torch.ones_like(scores)))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)

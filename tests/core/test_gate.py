@@ -386,3 +386,34 @@ def test_calling_a_variant_does_not_import_the_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr or "torch._dynamo was imported: 1.3 s at first use"
+
+
+@pytest.mark.parametrize("name", ["dot_product", "chunked", "sliding_window"])
+@pytest.mark.parametrize("by_function", [False, True], ids=["module", "function"])
+def test_a_call_under_autocast_says_nothing_of_one_without(name: str, by_function: bool) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    key = query.bfloat16()
+    module = create(name, num_heads=2, head_dim=8)
+
+    def call() -> Tensor:
+        if by_function:
+            return attention(query, key, query, variant=name)
+        return module(query, key, query).out
+
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            assert call().dtype == torch.bfloat16
+        with pytest.raises(InvalidInput, match="dtype"):
+            call()
+
+
+def test_a_step_under_autocast_says_nothing_of_one_without() -> None:
+    module = create("dot_product", num_heads=2, head_dim=8)
+    token = torch.randn(1, 2, 1, 8)
+    with torch.no_grad():
+        state = module.init_state(1, dtype=torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                state = module(token, token, token, causal=True, state=state).state
+        with pytest.raises(InvalidInput, match=r"state holds torch.bfloat16 and key is torch.float32"):
+            module(token, token, token, causal=True, state=state)

@@ -87,9 +87,12 @@ def test_a_decoding_step_projects_its_own_token_alone(name: str, options: dict[s
 
 def test_what_does_not_fit_is_refused() -> None:
     variant, (query, key, value) = made("additive", {})
-    with pytest.raises(InvalidInput, match=r"precompute takes key \[B, 2, Lk, 8\], got \[3, 4, 9, 8\]"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"precompute takes floating-point key \[B, 2, Lk, 8\] .*, got torch.float64 \[3, 4, 9, 8\]",
+    ):
         variant.precompute(key.repeat(1, 2, 1, 1))
-    with pytest.raises(InvalidInput, match=r"precompute takes key .* got list"):
+    with pytest.raises(InvalidInput, match=r"precompute takes floating-point key .* got list"):
         variant.precompute([1])
     keys = variant.precompute(key)
     with pytest.raises(InvalidInput, match="value must have 2 heads, as the keys had, got 1"):
@@ -107,3 +110,43 @@ def test_a_state_made_for_other_heads_is_refused() -> None:
     other = create("additive", num_heads=4, num_kv_heads=1, head_dim=8).double()
     with pytest.raises(InvalidInput, match="made for 1 key/value heads and the call has 2"):
         variant(query, key, value, state=other.init_state(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("said", ["key_lengths", "key_mask"])
+@pytest.mark.parametrize(("name", "options"), VARIANTS[:1] + VARIANTS[2:3], ids=str)
+def test_absent_slots_reach_no_parameter(name: str, options: dict[str, Any], said: str) -> None:
+    variant, (query, key, value) = made(name, options)
+    absent = {
+        "key_lengths": torch.tensor([9, 4, 0]),
+        "key_mask": torch.arange(9) < torch.tensor([[9], [4], [0]]),
+    }[said]
+    out = variant(query, key, value, **{said: absent}).out
+    wanted = torch.autograd.grad(out.square().sum(), list(variant.parameters()))
+    hole = torch.arange(9)[None, :] >= torch.tensor([[9], [4], [0]])
+    key, value = (x.masked_fill(hole[:, None, :, None], torch.nan) for x in (key, value))
+    out = variant.precompute(key, **{said: absent})(query, value, **{said: absent}).out
+    for mine, right in zip(
+        torch.autograd.grad(out.square().sum(), list(variant.parameters())), wanted, strict=True
+    ):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+def test_what_no_call_could_use_is_refused_at_once() -> None:
+    variant, (_, key, _) = made("additive", {})
+    for bad in (key.long(), key.to_sparse(), key.to("meta")):
+        with pytest.raises(InvalidInput, match="precompute takes floating-point key"):
+            variant.precompute(bad)
+    with pytest.raises(InvalidInput, match="reorder: index must be an int32 or int64 tensor"):
+        variant.precompute(key).reorder([0, 1])
+    with pytest.raises(InvalidInput, match="key_lengths must be"):
+        variant.precompute(key, key_lengths=torch.tensor([1, 2]))
+
+
+def test_a_cache_of_projected_keys_is_of_no_use_to_others() -> None:
+    variant, inputs = made("additive", {})
+    state = variant(*(x[:, :, :1] for x in inputs), state=variant.init_state(3, dtype=torch.float64)).state
+    other, _ = made("dot_product", {})
+    with pytest.raises(
+        InvalidInput, match="must be a CacheState from its own init_state, got a ProjectedState"
+    ):
+        other(*(x[:, :, :1] for x in inputs), state=state)

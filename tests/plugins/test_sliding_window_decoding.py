@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlab import InvalidInput, UnsupportedRequest, WindowState, create
+from attnlab_plugins.sliding_window import SlidingWindowAttention
 
 H, D = 2, 4
 
@@ -294,3 +295,57 @@ def test_what_is_no_state_is_refused_after_steps_as_before(state: object) -> Non
 def test_a_capacity_that_is_no_count_is_refused(capacity: Any) -> None:
     with pytest.raises(InvalidInput, match="init_state: capacity must be an int of 0 or more or None"):
         variant_of(left=2).init_state(1, capacity)
+
+
+def test_a_step_that_fails_leaves_its_state_usable_or_spent(monkeypatch: Any) -> None:
+    from attnlab.engines import fused
+
+    def failing(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("no memory left")
+
+    for sink_tokens in (0, 3):
+        variant = variant_of(left=3, sink_tokens=sink_tokens)
+        inputs = tokens(12)
+        whole = variant(*inputs, causal=True).out
+        with torch.no_grad():
+            state = run(
+                variant, [x[:, :, :11] for x in inputs], [1] * 11, variant.init_state(2, dtype=torch.float64)
+            )[-1].state
+            last = [x[:, :, 11:] for x in inputs]
+            with monkeypatch.context() as patch:
+                patch.setattr(fused, "scaled_dot_product_attention", failing)
+                with pytest.raises(RuntimeError, match="no memory left"):
+                    variant(*last, causal=True, state=state)
+            if state.spent:
+                assert sink_tokens  # moved in place, over rows that it holds
+            else:
+                out = variant(*last, causal=True, state=state).out
+                torch.testing.assert_close(out, whole[:, :, 11:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 9, 21, 24])
+def test_a_capacity_is_never_exceeded_whatever_the_store_could_hold(capacity: int) -> None:
+    variant = variant_of(left=3)
+    state = variant.init_state(2, capacity, dtype=torch.float64)
+    inputs = tokens(capacity + 1)
+    with torch.no_grad():
+        state = run(variant, [x[:, :, :capacity] for x in inputs], [1] * capacity, state)[-1].state
+        with pytest.raises(
+            InvalidInput, match=f"capacity of {capacity} tokens, holds {capacity} and got 1 more"
+        ):
+            variant(*(x[:, :, capacity:] for x in inputs), causal=True, state=state)
+
+
+def test_a_variant_made_from_it_takes_no_shortcut_of_its() -> None:
+    class Sharper(SlidingWindowAttention):
+        name = "sharper"
+
+        def default_scale(self) -> float:
+            return 3.0
+
+    variant = Sharper(num_heads=H, head_dim=D, left=3)
+    inputs = tokens(8)
+    with torch.no_grad():
+        answers = run(variant, inputs, [1] * 8, variant.init_state(2, dtype=torch.float64))
+    got = torch.cat([a.out for a in answers], 2)
+    torch.testing.assert_close(got, variant(*inputs, causal=True).out, rtol=1e-12, atol=1e-12)

@@ -103,5 +103,10 @@ class _Scores(torch.autograd.Function):
             wanted = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
             found = iter(torch.autograd.grad(scores, wanted, grad, create_graph=True))
             return tuple(next(found) if n else None for n in ctx.needs_input_grad)
-        found_all: tuple[Tensor, ...] = _engine(query, key, v).backward(grad, query, key, v)
-        return found_all
+        return _gradients(grad, query, key, v)
+
+
+@in_own_precision
+def _gradients(grad: Tensor, query: Tensor, key: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = _engine(query, key, v).backward(grad, query, key, v)
+    return found

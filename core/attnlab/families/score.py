@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnlab._gate import stated
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.banded import band_of, banded_attention
@@ -18,7 +19,8 @@ from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
 from attnlab.errors import InvalidInput, PluginError
 from attnlab.interface import Attention
-from attnlab.state import CacheState, State
+from attnlab.state import CacheState, State, check_index
+from attnlab.visibility import Visibility
 
 SCORE_CAPABILITIES = Capabilities(
     causal=True,
@@ -208,7 +210,8 @@ class ScoreAttention(Attention):
     ) -> CacheState:
         """An empty cache of keys and values; with `capacity` allocated at once and never exceeded, else growing."""
         heads, width, value_dim = self.state_sizes
-        return CacheState.empty(
+        kind = self.state_type if issubclass(self.state_type, CacheState) else CacheState
+        return kind.empty(
             batch, heads, width, value_dim, capacity, device, dtype, value_heads=self.num_kv_heads
         )
 
@@ -225,26 +228,47 @@ class ScoreAttention(Attention):
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
         return self.extended(self._keys_for_cache(key), value, call)[2]
 
-    def precompute(self, key: Tensor) -> PrecomputedKeys:
+    def precompute(
+        self, key: Tensor, *, key_mask: Tensor | None = None, key_lengths: Tensor | None = None
+    ) -> PrecomputedKeys:
         """What this variant makes of `key [B, Hkv, Lk, Dk]` before any query is known, for queries that come one by one.
 
         The answer is called with `(query, value, **arguments)` as the variant is with `(query, key, value, **arguments)`; gradients
-        reach key and parameters through it. What is kept has the key's dtype. `InvalidInput` for a key of another shape.
+        reach key and parameters through it. What is kept has the key's dtype. Slots that the calls will call absent may hold
+        anything where `key_mask` or `key_lengths` names them here as well. `InvalidInput` for a key of another shape.
         """
         fits = (
             isinstance(key, Tensor)
             and key.dim() == 4
-            and (key.shape[1], key.shape[3])
-            == (
-                self.num_kv_heads,
-                self.key_dim,
-            )
+            and (key.shape[1], key.shape[3]) == (self.num_kv_heads, self.key_dim)
+            and key.is_floating_point()
+            and key.layout == torch.strided
+            and all(p.device == key.device for p in self.parameters())
         )
         if not fits:
-            got = list(key.shape) if isinstance(key, Tensor) else type(key).__name__
-            raise InvalidInput(
-                f"{self.name}: precompute takes key [B, {self.num_kv_heads}, Lk, {self.key_dim}], got {got}"
+            got = (
+                f"{key.dtype} {list(key.shape)} on {key.device}"
+                if isinstance(key, Tensor)
+                else type(key).__name__
             )
+            raise InvalidInput(
+                f"{self.name}: precompute takes floating-point key [B, {self.num_kv_heads}, Lk, {self.key_dim}] where its "
+                f"parameters are, got {got}"
+            )
+        if key_mask is not None or key_lengths is not None:
+            said = stated(self, False, None, None, key_lengths, None, key_mask, None, None, None)
+            batch, _, length, _ = key.shape
+            seen = Visibility.resolve(
+                said,
+                batch=batch,
+                num_heads=self.num_heads,
+                query_length=0,
+                key_length=length,
+                device=key.device,
+                subject=self.name,
+            )
+            assert seen.key_present is not None
+            key = key.masked_fill(~seen.key_present[:, None, :, None], 0)
         return PrecomputedKeys(self, key)
 
     def _keys_for_cache(self, key: Tensor) -> Tensor:
@@ -313,6 +337,7 @@ class PrecomputedKeys:
 
     def reorder(self, index: Tensor) -> PrecomputedKeys:
         """Those of the sequences `index [B]` (beam search); a copy."""
+        check_index(f"{self._variant.name}: precomputed keys' reorder", index)
         chosen = copy(self)
         chosen.key = self.key.index_select(0, index)
         return chosen

@@ -96,7 +96,7 @@ class SourceAttention(nn.Module):
             gates[name] = gate if spec.shape.endswith("Dk]") else gate[..., 0]
         known: Tensor | PrecomputedKeys = key
         if isinstance(self.attention, ScoreAttention):  # its work on the keys is the same at every step
-            known = self.attention.precompute(key)
+            known = self.attention.precompute(key, key_lengths=lengths)
         return Memory(known, value, lengths.to(annotations.device), final, gates)
 
     def forward(
