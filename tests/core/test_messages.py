@@ -222,7 +222,7 @@ MESSAGES = {
     "cu start": "cu_seqlens must start at 0 and never fall, got [1, 2]",
     "cu beyond": "cu_seqlens end at 4, beyond the length 3",
     "state kind": "additive: state must come from init_state or an earlier output, got int",
-    "state other": "additive: state must be a CacheState from its own init_state, got a LinearState",
+    "state other": "additive: state must be a ProjectedState from its own init_state, got a LinearState",
     "state spent": "additive: this state was consumed by an earlier call; continue from that call's output.state, or clone() a state before the call that should fork",
     "state batch": "additive: the state holds 3 sequences and the call 2",
     "state capacity": "additive: the state has a capacity of 6 tokens, holds 0 and got 7 more; make it larger in init_state or leave capacity=None",
