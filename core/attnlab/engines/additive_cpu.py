@@ -1,8 +1,8 @@
 """The additive score of a tile and its gradients in plain torch, in temporaries of a bounded size. Needs torch; see `additive`.
 
-Small tiles are worked on for many heads at once, large ones channel by channel: for each an addition and a fused
-multiply-divide over `[tq, tk]`, which is as few passes as torch has functions for. Backward `u / (u + e)` is a sigmoid, of
-`-2 (q + k)`, whose derivative torch multiplies with g in place.
+Small tiles are worked on for many heads at once, large ones a few channels at a time: forward an addition and a fused
+multiply-divide over `[tq, tk]`, backward t = g / (u + e)^2 in two passes and three sums over it, which is as few as torch has
+functions for: the derivative for q is `4 u (t e)`, that for k `4 e (u t)`, and g's sum of `u / (u + e)` is `u^2 (t 1) + u (t e)`.
 
 Notation: N heads of all items; tq, tk sides of the tile; A channels; g gradient of the scores; u = exp(-2 q), e = exp(2 k).
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 # Elements of the temporaries `[n, tq, A, tk]`: 4 MiB of float32. Less would fit nearer caches and cost more in calls.
 BLOCK_ELEMENTS = 1 << 20
-# Powers up to exp(2 REACH) and sums of two must be far from the largest float32; float64 could go further and has no need.
-REACH = 20.0
+# Squares of sums of powers up to exp(2 REACH) must be far from the largest float32, and g over them from the smallest.
+REACH = 12.0
 
 
 def forward(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
@@ -28,9 +28,10 @@ def forward(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
             at = slice(n, n + step)
             scores[at] = _together(q[at], k[at], w[at], near)
     else:
-        tile = torch.empty_like(scores[0])  # once, as the system clears what is new page by page
+        by_channel = _by_channel if near else _by_channel_far
+        tiles = _tiles(scores[0])
         for n in range(q.shape[0]):
-            _by_channel(q[n], k[n], w[n], near, tile, scores[n])
+            by_channel(q[n], k[n], w[n], tiles, scores[n])
     return scores.view(*query.shape[:3], key.shape[2])
 
 
@@ -45,9 +46,10 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, v: Tensor) -> tuple[Tenso
             at = slice(n, n + step)
             of_query[at], of_key[at], of_v[at] = _together_backward(g[at], q[at], k[at], w[at], near)
     else:
-        tile = g.new_empty(g.shape[1:])
+        by_channel = _by_channel_backward if near else _by_channel_backward_far
+        tiles = _tiles(g[0])
         for n in range(q.shape[0]):
-            of_query[n], of_key[n], of_v[n] = _by_channel_backward(g[n], q[n], k[n], w[n], near, tile)
+            of_query[n], of_key[n], of_v[n] = by_channel(g[n], q[n], k[n], w[n], tiles)
     return of_query.view(query.shape), of_key.view(key.shape), of_v.view(-1, *v.shape).sum(0)
 
 
@@ -97,57 +99,66 @@ def _together_backward(
     return inside.sum(3) * lead, inside.sum(1).transpose(1, 2) * lead, of_v
 
 
-def _by_channel(q: Tensor, k: Tensor, w: Tensor, near: bool, tile: Tensor, scores: Tensor) -> None:
-    """Writes `scores [tq, tk]` of one head: `q [tq, A]`, `k [tk, A]`, `w [A]`; `tile [tq, tk]` is for its use."""
-    if near:
-        u, e = _columns(torch.exp(-2 * q)), _rows(torch.exp(2 * k))
-        scores.copy_(w.sum())
-        for u_d, e_d, c_d in zip(u, e, (-2 * w[:, None, None] * u).unbind(0), strict=True):
-            torch.add(u_d, e_d, out=tile)
-            scores.addcdiv_(c_d, tile)
-        return
+def _tiles(like: Tensor) -> Tensor:
+    """`[channels, tq, tk]` to work in, for a `[tq, tk]`; made once, as the system clears what is new page by page."""
+    return like.new_empty(max(BLOCK_ELEMENTS // like.numel(), 1), *like.shape)
+
+
+def _by_channel(q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, scores: Tensor) -> None:
+    """Writes `scores [tq, tk]` of one head: `q [tq, A]`, `k [tk, A]`, `w [A]`; `tiles` are for its use."""
+    u, e = torch.exp(-2 * q).T.contiguous()[:, :, None], torch.exp(2 * k).T.contiguous()[:, None]
+    lead = iter((-2 * w[:, None, None] * u).unbind(0))
+    scores.copy_(w.sum())
+    for some_u, some_e in zip(u.split(len(tiles)), e.split(len(tiles)), strict=True):
+        sums = torch.add(some_u, some_e, out=tiles[: len(some_u)])
+        for sum_d in sums.unbind(0):
+            scores.addcdiv_(next(lead), sum_d)
+
+
+def _by_channel_far(q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, scores: Tensor) -> None:
     scores.zero_()
-    for q_d, k_d, w_d in zip(_columns(q), _rows(k), w, strict=True):
-        torch.add(q_d, k_d, out=tile)
-        scores.addcmul_(tile.tanh_(), w_d)
+    for q_d, k_d, w_d in zip(q.T[:, :, None], k.T.contiguous()[:, None], w, strict=True):
+        scores.addcmul_(torch.add(q_d, k_d, out=tiles[0]).tanh_(), w_d)
 
 
 def _by_channel_backward(
-    g: Tensor, q: Tensor, k: Tensor, w: Tensor, near: bool, tile: Tensor
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[tq, A]`, `[tk, A]` and `[A]` for `g [tq, tk]`; `tile [tq, tk]` is for its use."""
-    width, tq, tk = w.shape[0], q.shape[0], k.shape[0]
-    by_row, by_key, of_v = q.new_empty(width, tq), k.new_empty(width, tk), q.new_empty(width, tq, 1, 1)
+    """`[tq, A]`, `[tk, A]` and `[A]` for `g [tq, tk]`; `tiles` are for its use."""
+    u, e = torch.exp(-2 * q).T.contiguous(), torch.exp(2 * k).T.contiguous()  # [A, tq] and [A, tk]
+    t_one, t_e, u_t = torch.empty_like(u), torch.empty_like(u), torch.empty_like(e)
+    channels = zip(e.unbind(0), t_e.unbind(0), strict=True)
+    step = len(tiles)
+    for some_u, some_e, some_u_t, some_t_one in zip(
+        u.split(step), (-e[:, None]).split(step), u_t[:, None].split(step), t_one.split(step), strict=True
+    ):
+        t = tiles[: len(some_u)]
+        # (u - -e)^2 in one pass; each other way to a square of a sum takes two.
+        torch._C._nn.mse_loss(some_u[:, :, None], some_e, reduction=0, out=t)
+        torch.div(g, t, out=t)
+        torch.bmm(some_u[:, None], t, out=some_u_t)
+        torch.sum(t, 2, out=some_t_one)
+        for t_d, (e_d, into) in zip(t.unbind(0), channels, strict=False):
+            torch.mv(t_d, e_d, out=into)
+    t_e *= u
+    of_v = g.sum() - 2 * torch.addcmul(t_e, t_one, u.square()).sum(1)
+    lead = 4 * w[:, None]
+    return (lead * t_e).T, (lead * e * u_t).T, of_v
+
+
+def _by_channel_backward_far(
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    by_row, by_key = q.new_empty(w.shape[0], len(q)), k.new_empty(w.shape[0], len(k))
+    of_v, tile = q.new_empty(w.shape[0], len(q), 1, 1), tiles[0]
     # For sums of products by row, as one over all would round more. The strides decide which of torch's loops runs:
     # `tile[..., None]` is the same and takes seven times as long.
-    by_row_of_tile = tile[:, None].transpose(1, 2)  # [tq, tk, 1]
-    if near:
-        u, e = _columns(torch.exp(-2 * q)), _rows(torch.exp(2 * k))
-        for d, (u_d, e_d) in enumerate(zip(u, e, strict=True)):
-            torch.add(u_d, e_d, out=tile)
-            torch.div(u_d, tile, out=tile)
-            torch.bmm(g[:, None], by_row_of_tile, out=of_v[d])
-            torch.ops.aten.sigmoid_backward(g, tile, grad_input=tile)
-            torch.sum(tile, 1, out=by_row[d])
-            torch.sum(tile, 0, out=by_key[d])
-        lead, summed = 4 * w[:, None], g.sum() - 2 * of_v.sum((1, 2, 3))
-    else:
-        for d, (q_d, k_d) in enumerate(zip(_columns(q), _rows(k), strict=True)):
-            torch.add(q_d, k_d, out=tile)
-            tile.tanh_()
-            torch.bmm(g[:, None], by_row_of_tile, out=of_v[d])
-            torch.ops.aten.tanh_backward(g, tile, grad_input=tile)
-            torch.sum(tile, 1, out=by_row[d])
-            torch.sum(tile, 0, out=by_key[d])
-        lead, summed = w[:, None], of_v.sum((1, 2, 3))
-    return (lead * by_row).T, (lead * by_key).T, summed
-
-
-def _columns(x: Tensor) -> Tensor:
-    """`[L, A]` as `[A, L, 1]`, each channel apart."""
-    return x.T.contiguous()[:, :, None]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`[L, A]` as `[A, 1, L]`."""
-    return x.T.contiguous()[:, None]
+    rows_of_tile = tile[:, None].transpose(1, 2)  # [tq, tk, 1]
+    for d, (q_d, k_d) in enumerate(zip(q.T[:, :, None], k.T.contiguous()[:, None], strict=True)):
+        torch.add(q_d, k_d, out=tile).tanh_()
+        torch.bmm(g[:, None], rows_of_tile, out=of_v[d])
+        torch.ops.aten.tanh_backward(g, tile, grad_input=tile)
+        torch.sum(tile, 1, out=by_row[d])
+        torch.sum(tile, 0, out=by_key[d])
+    lead = w[:, None]
+    return (lead * by_row).T, (lead * by_key).T, of_v.sum((1, 2, 3))

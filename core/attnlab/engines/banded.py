@@ -21,7 +21,7 @@ from attnlab.engines.heads import accumulation_dtype, fold_groups, in_own_precis
 if TYPE_CHECKING:
     from attnlab.call import Call
 
-SIDE = 64
+SIDE = 32
 # Scores of the blocks that are worked on together: 2^18 float32 are 1 MiB, the second-level cache of a core.
 GROUP_ELEMENTS = 1 << 18
 GROUP_ELEMENTS_ON_GPU = 1 << 25
@@ -206,20 +206,18 @@ class _Blocks:
     def _weights(self, n: int, first: int, last: int, keys: Tensor) -> Tensor:
         """Weights `[blocks, R, sinks + width]`; the row of a query that sees nothing is 0."""
         blocks = last - first
-        hide, partly = self.outside, False
+        hide = self.outside
         start, stop = self._span(first, last)
         if self.there is not None or start < 0 or stop > self.lk:
-            partly = True
             hide = hide.masked_fill(
                 ~self._there(n, first, last)[:, None, :], -torch.inf
             )  # [blocks, R, width]
         if self.band.sink_tokens:
-            partly = True
             ahead = hide.new_zeros(blocks, hide.shape[-2], self.band.sink_tokens)
             ahead = ahead.masked_fill(~self._sinks_seen(n, first, last), -torch.inf)
             hide = torch.cat([ahead, hide.expand(blocks, -1, -1)], -1)
         s = torch.baddbmm(hide.expand(blocks, -1, -1), self.rows[n, first:last], keys, alpha=self.scale)
-        if not partly:
+        if self.there is None and last * self.side <= self.shape[2]:  # every query sees its own key
             return torch.softmax(s, -1)
         sees = (s != -torch.inf).any(-1, keepdim=True)
         # Zeros go in as well: the softmax of a row of -inf is NaN, and so would be its derivatives.
@@ -247,14 +245,18 @@ class _Blocks:
         return left.repeat(1, self.groups, 1)
 
     def forward(self) -> Tensor:
+        whole = self.rows.new_empty(*self.rows.shape[:3], self.values.shape[-1])
+        in_place = torch._C._functorch.maybe_current_level() is None  # vmap knows no `out=`
         pieces = []
         for n in range(self.rows.shape[0]):
             for first, last in self.cuts:
                 p = self._weights(n, first, last, self._columns(self.keys, self.first_keys, n, first, last))
                 values = self._columns(self.values, self.first_values, n, first, last).transpose(1, 2)
-                pieces.append(p @ values)
-        out = torch.cat(pieces).view(*self.rows.shape[:3], self.values.shape[-1])
-        return self._unrowed(out)
+                if in_place:
+                    torch.bmm(p, values, out=whole[n, first:last])
+                else:
+                    pieces.append(p @ values)
+        return self._unrowed(whole if in_place else torch.cat(pieces).view(whole.shape))
 
     def backward(self, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value."""

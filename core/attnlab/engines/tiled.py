@@ -3,14 +3,14 @@
 Notation: tq, tk tile sides; s scores; m row maximum; p = exp(s - m); z = sum p; n = sum p v. With autograd off the
 softmax is online (Milakov and Gimelshein 2018; Rabe and Staats 2021): one pass. With autograd on, each tile is a checkpoint that
 backward recomputes, so that gradients reach whatever the score touches, closures included: whole rows by the plain formula, the
-first of them without a checkpoint;
-of rows that are too long a first pass finds m without a graph (it cancels in n / z, so its derivative is zero), and tiles give
+first of them, up to a fixed size, without a checkpoint; of rows that are too long a first pass finds m without a graph (it cancels in n / z, so its derivative is zero), and tiles give
 (n, z). One tile covers small inputs: the plain formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 TILE_ELEMENTS = 1 << 20
 # Scores up to this many form one tile, the plain formula: cheaper than several while memory is of no concern.
 PLAIN_ELEMENTS = 1 << 21
+# With autograd, the first whole rows are kept for the backward instead of computed again: up to this many scores, in all 32 MiB
+# of float32, and of one head.
+KEPT_ELEMENTS = 1 << 23
+KEPT_OF_ONE_HEAD = 1 << 20
 SMALLEST_SIDE = 64
 FEWEST_ROWS = 16  # of whole rows in a tile: with fewer, products of matrices are products of vectors
 
@@ -228,12 +232,11 @@ class _Job:
         """A row block whose tiles are recomputed in backward, but for the first block: `(out, lse)`."""
         tiles = self._tiles(q0, q1, tk)
         again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.how.dropout_p > 0}
-        if (
-            len(tiles) == 1 and q0 == 0
-        ):  # one tile, no matter which: as much memory as backward takes for another
-            return self.row_alone(q0, q1, *tiles[0])
         if len(tiles) == 1:
-            alone: tuple[Tensor, Tensor | None] = checkpoint(self.row_alone, q0, q1, *tiles[0], **again)
+            # The first in any case: backward takes as much memory for another.
+            kept = q0 == 0 or _kept(q1 * self.key.shape[2], self.query.shape[0] * self.heads)
+            run: Any = self.row_alone if kept else partial(checkpoint, self.row_alone, **again)
+            alone: tuple[Tensor, Tensor | None] = run(q0, q1, *tiles[0])
             return alone
         with torch.no_grad():
             m = self.query.new_full((*self.query.shape[:2], q1 - q0, 1), -torch.inf, dtype=self.dtype)
@@ -296,6 +299,11 @@ class _Job:
         z = torch.where(alive, z, torch.ones_like(z))
         out = torch.where(alive, n / z, torch.zeros_like(n))
         return out, torch.where(alive, m + torch.log(z), -torch.inf)[..., 0]
+
+
+def _kept(scores_of_head: int, heads: int) -> bool:
+    """Whether the backward may find that much from the forward."""
+    return scores_of_head <= KEPT_OF_ONE_HEAD and heads * scores_of_head <= KEPT_ELEMENTS
 
 
 def _part(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
