@@ -99,9 +99,9 @@ def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> lis
         found.append(time_exponent("linearised", (4096, 8192, 16384, 32768, 65536), share * 3, seed))
         say("window at 4096")
         found.append(window(4096, 256, share * 2, seed))
-        for length in (1024, 4096, 16384):
-            say(f"decoding at {length}")
-            found.append(decoding(length, share, seed))
+        for heads, width, length in ((8, 64, 1024), (8, 64, 16384), (32, 128, 1024), (32, 128, 4096)):
+            say(f"decoding at {length}, {heads} heads")
+            found.append(decoding(heads, length, width, share, seed))
         say("window from 4k to 32k")
         found.append(time_exponent("sliding_window", (4096, 8192, 16384, 32768), share * 2, seed))
     found += additive_goals(share * 8, budget, seed, say)
@@ -180,10 +180,10 @@ def window(length: int, size: int, budget: float, seed: int) -> Target:
     return Target(what, peer, paired_ratio(*pair, seed=seed), "x", 1 / 8, note)
 
 
-def decoding(length: int, budget: float, seed: int) -> Target:
-    """One token against a cache of `length` tokens over torch's function with the same cache, (1, 8, L, 64): both write it, then ask."""
+def decoding(heads: int, length: int, width: int, budget: float, seed: int) -> Target:
+    """One token against a cache of `length` tokens over torch's function with the same cache, (1, H, L, D): both write it, then ask."""
     steps = 64  # then both begin again, so that neither is further on than the other for long
-    query, key, value = random_inputs(8, length, 64)
+    query, key, value = random_inputs(heads, length, width)
     _, heads, length, width = query.shape
     variant = attnlab.create("dot_product", num_heads=heads, head_dim=width)
     token = [x[:, :, :1].contiguous() for x in (query, key, value)]
@@ -206,7 +206,7 @@ def decoding(length: int, budget: float, seed: int) -> Target:
         return peers.torch_attention(token[0], store[0][:, :, :end], store[1][:, :, :end])
 
     pair = time_pair(ours, theirs, budget, seed)
-    what = f"dot_product, one token decoded, L={length}"
+    what = f"dot_product, one token decoded, (1, {heads}, {length}, {width})"
     if pair is None:
         return Target(what, "torch, same cache", UNMEASURED, "x", 1.05, NO_TIME)
     note = f"{statistics.median(pair[0]) * 1e6:.4g} against {statistics.median(pair[1]) * 1e6:.4g} us"

@@ -9,6 +9,8 @@ Notation: N heads of all items; tq, tk sides of the tile; A channels; g gradient
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 20
 # Squares of sums of powers up to exp(2 REACH) must be far from the largest float32, and g over them from the smallest.
 REACH = 12.0
+# (a - b)^2 in one pass over memory; every other way to the square of a sum takes two.
+_squared_difference: Any = torch._C._nn.mse_loss
 
 
 def forward(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
@@ -109,7 +113,7 @@ def _by_channel(q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, scores: Tensor) 
     u, e = torch.exp(-2 * q).T.contiguous()[:, :, None], torch.exp(2 * k).T.contiguous()[:, None]
     lead = iter((-2 * w[:, None, None] * u).unbind(0))
     scores.copy_(w.sum())
-    for some_u, some_e in zip(u.split(len(tiles)), e.split(len(tiles)), strict=True):
+    for some_u, some_e in zip(torch.split(u, len(tiles)), torch.split(e, len(tiles)), strict=True):
         sums = torch.add(some_u, some_e, out=tiles[: len(some_u)])
         for sum_d in sums.unbind(0):
             scores.addcdiv_(next(lead), sum_d)
@@ -129,12 +133,10 @@ def _by_channel_backward(
     t_one, t_e, u_t = torch.empty_like(u), torch.empty_like(u), torch.empty_like(e)
     channels = zip(e.unbind(0), t_e.unbind(0), strict=True)
     step = len(tiles)
-    for some_u, some_e, some_u_t, some_t_one in zip(
-        u.split(step), (-e[:, None]).split(step), u_t[:, None].split(step), t_one.split(step), strict=True
-    ):
+    groups = (torch.split(x, step) for x in (u, -e[:, None], u_t[:, None], t_one))
+    for some_u, minus_e, some_u_t, some_t_one in zip(*groups, strict=True):
         t = tiles[: len(some_u)]
-        # (u - -e)^2 in one pass; each other way to a square of a sum takes two.
-        torch._C._nn.mse_loss(some_u[:, :, None], some_e, reduction=0, out=t)
+        _squared_difference(some_u[:, :, None], minus_e, reduction=0, out=t)
         torch.div(g, t, out=t)
         torch.bmm(some_u[:, None], t, out=some_u_t)
         torch.sum(t, 2, out=some_t_one)
