@@ -101,7 +101,10 @@ def forward_cost(
     elif formula == "linearised":
         flops = 4 * n_q * d * e + (n_q * min(chunk, n_q) * (d + e) if causal else 0)
         special = 0
-    elif formula == "delta_rule":
+    elif formula in ("fast_weights", "gated"):
+        flops = 4 * n_q * d * e  # write, read at the query
+        special = 0
+    elif formula in ("delta_rule", "gated_delta"):
         flops = 6 * n_q * d * e  # read the memory at the key, write the correction, read at the query
         special = 0
     else:

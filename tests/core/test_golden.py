@@ -13,6 +13,9 @@ import torch
 
 import attnlab
 from attnlab import GoldenCase
+from attnlab.conformance.cases import case as conformance_case
+from attnlab.conformance.checks.golden import check_golden_cases_are_reproduced
+from attnlab.conformance.mutants._methods import TextbookAdditive, TextbookLuong
 from attnlab.errors import PluginError
 from attnlab.formulas import DEFINITIONS, golden, golden_cases, unverified
 
@@ -121,17 +124,28 @@ def _linearised_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: in
     return [a / below for a in above] if below else above
 
 
-def _delta_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) -> Row:
+def _memory_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) -> Row:
     q, keys, values = _operands(case, b, h, i)
-    group = len(case["query"][b]) // len(case["key"][b])
-    beta = case["arguments"]["gates"]["beta"][b][h // group]
+    g = h // (len(case["query"][b]) // len(case["key"][b]))
+    gates = case["arguments"].get("gates", {})
     memory = [[0.0] * len(values[0]) for _ in keys[0]]
     for j, k in enumerate(keys):
-        if _sees(case, b, i, j):
-            recalled = [sum(k[d] * memory[d][e] for d in range(len(k))) for e in range(len(values[0]))]
-            for d, x in enumerate(k):
-                for e, v in enumerate(values[j]):
-                    memory[d][e] += beta[j] * x * (v - recalled[e])
+        if not _sees(case, b, i, j):
+            continue
+        for d, row in enumerate(memory):
+            kept = 1 - 2.0 ** (-5 - g) if case["options"].get("decay") == "retention" else 1.0
+            if "log_decay" in gates:
+                of_token = gates["log_decay"][b][g][j]
+                kept = math.exp(of_token[d] if isinstance(of_token, list) else of_token)
+            memory[d] = [kept * x for x in row]
+        target = list(values[j])
+        if "delta" in formula:
+            for e in range(len(target)):
+                target[e] -= sum(k[d] * memory[d][e] for d in range(len(k)))
+        strength = gates["beta"][b][g][j] if "beta" in gates else 1.0
+        for d, x in enumerate(k):
+            for e, v in enumerate(target):
+                memory[d][e] += strength * x * v
     scale = case["arguments"].get("scale", len(keys[0]) ** -0.5)
     return [scale * sum(q[d] * memory[d][e] for d in range(len(q))) for e in range(len(values[0]))]
 
@@ -143,7 +157,9 @@ def _operands(case: Mapping[str, Any], b: int, h: int, i: int) -> tuple[Row, lis
 
 def output(formula: str, case: Mapping[str, Any]) -> list[Any]:
     """`out [B][Hq][Lq][Dv]` of a case with four axes: query, key, value, arguments, options, parameters."""
-    row = {"linearised": _linearised_row, "delta_rule": _delta_row}.get(formula, _softmax_row)
+    rows = {"linearised": _linearised_row}
+    rows |= dict.fromkeys(("fast_weights", "delta_rule", "gated", "gated_delta"), _memory_row)
+    row = rows.get(formula, _softmax_row)
     return [
         [[row(formula, case, b, h, i) for i in range(len(head))] for h, head in enumerate(item)]
         for b, item in enumerate(case["query"])
@@ -244,3 +260,11 @@ def test_the_axes_of_a_golden_case_are_two_or_four() -> None:
     case = GoldenCase(source="by hand", query=[1.0], key=[[1.0]], value=[[1.0]], out=[[1.0]])
     with pytest.raises(PluginError, match=r"query must be \[B, H, L, D\] or \[L, D\], got \[1\]"):
         case.tensor("query", torch.float64)
+
+
+@pytest.mark.parametrize("textbook", [TextbookAdditive, TextbookLuong])
+def test_a_variant_that_lacks_an_option_meets_the_cases_in_which_it_is_off(textbook: Any) -> None:
+    one = conformance_case(dtype="float64")
+    variant = textbook(**one.geometry).double()
+    assert len(golden_cases(variant)) >= 3
+    check_golden_cases_are_reproduced(variant, one)

@@ -12,7 +12,7 @@ from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.heads import accumulation_dtype, fold_groups, in_own_precision
 from attnlab.engines.scan import scan_recurrence
-from attnlab.errors import PluginError
+from attnlab.errors import InvalidInput, PluginError
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
 from attnlab.state import RecurrentState, State, check_room
@@ -38,7 +38,7 @@ RECURRENT_CAPABILITIES = Capabilities(
 class RecurrentAttention(Attention):
     """A memory `S [B, Hkv, Dk, Dv]` that each token updates and each query reads.
 
-    Write `update` and `read`; override `attend` for a chunked form. Query i reads after the token at its position; without
+    Write `update` and `read`; override `scan` for a chunked form. Query i reads after the token at its position; without
     `causal` every query reads after the last. Absent tokens leave the memory as it was. Memory is float32 or better.
     """
 
@@ -53,6 +53,27 @@ class RecurrentAttention(Attention):
     def read(self, memory: Tensor, query: Tensor) -> Tensor:
         """`[B, Hkv, G, n, Dv]` from `query [B, Hkv, G, n, Dq]`, before scale; by default `q^T S`."""
         return query @ memory[:, :, None]
+
+    def scan(
+        self,
+        memory: Tensor,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        gates: Mapping[str, Tensor],
+        present: Tensor | None,
+        *,
+        recording: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """`(out [B, Hkv, G, n, Dv], memory)`: n tokens in order, each followed by the reading of its query `[B, Hkv, G, n, Dq]`.
+
+        query None reads nothing; present bool `[B, n]`: an absent token leaves the memory as it was. Token by token with `update` and
+        `read`; override it for a form that takes many at once. recording: whether autograd records.
+        """
+        outs, memory = scan_recurrence(
+            memory, query, key, value, gates, present, self.update, self.read, recording=recording
+        )
+        return (torch.cat(outs, 3) if outs else None), memory
 
     @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
@@ -70,49 +91,48 @@ class RecurrentAttention(Attention):
         present = (
             None if seen is None or seen.key_present is None else seen.key_present[:, seen.key_length - new :]
         )
-        recording = call.recording
 
-        def scan(
-            memory: Tensor, start: int, stop: int, q: Tensor | None = None
-        ) -> tuple[list[Tensor], Tensor]:
-            part = slice(start, stop)
-            return scan_recurrence(
+        def run(
+            memory: Tensor, start: int, stop: int, query: Tensor | None = None
+        ) -> tuple[Tensor | None, Tensor]:
+            at = slice(start, stop)
+            return self.scan(
                 memory,
-                q,
-                k[:, :, part],
-                v[:, :, part],
-                {n: g[:, :, part] for n, g in gates.items()},
-                None if present is None else present[:, part],
-                self.update,
-                self.read,
-                recording=recording,
+                query,
+                k[:, :, at],
+                v[:, :, at],
+                {n: g[:, :, at] for n, g in gates.items()},
+                None if present is None else present[:, at],
+                recording=call.recording,
             )
 
         if seen is None or seen.right is None:
-            _, memory = scan(memory, 0, new)
+            _, memory = run(memory, 0, new)
             out = self.read(memory, q)
         else:
             offset = relative_offset(self.name, seen.offset, state)
             if isinstance(offset, Tensor):
-                out = self._read_at(memory, q, k, v, gates, present, offset, recording)
+                out = self._read_at(memory, q, k, v, gates, present, offset, call.recording)
                 if state is not None:
-                    _, memory = scan(memory, 0, new)
+                    _, memory = run(memory, 0, new)
             else:
                 lq = q.shape[3]
                 early = min(max(-offset, 0), lq)  # queries that stand before the first new token
                 first = min(max(offset, 0), new)
                 last = min(max(offset + lq, 0), new)
+                if first:
+                    _, memory = run(memory, 0, first)
                 pieces = [self.read(memory, q[:, :, :, :early])] if early else []
-                _, memory = scan(memory, 0, first)
-                paired = q[:, :, :, early : early + last - first]
-                steps, memory = scan(memory, first, last, paired)
-                pieces += steps
-                late = q[:, :, :, early + last - first :]
-                if late.shape[3]:
-                    pieces.append(self.read(memory, late))
-                if state is not None:
-                    _, memory = scan(memory, last, new)
-                out = torch.cat(pieces, 3) if pieces else self.read(memory, q)
+                late = early + last - first
+                if late > early:
+                    paired, memory = run(memory, first, last, q[:, :, :, early:late])
+                    assert paired is not None
+                    pieces.append(paired)
+                if late < lq or not pieces:
+                    pieces.append(self.read(memory, q[:, :, :, late:]))
+                if state is not None and last < new:
+                    _, memory = run(memory, last, new)
+                out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 3)
         scale = self.default_scale() if call.scale is None else float(call.scale)
         out = out.flatten(1, 2) if scale is None else out.flatten(1, 2) * scale
         following = None if state is None else RecurrentState(length=state.length + new, memory=memory)
@@ -133,33 +153,19 @@ class RecurrentAttention(Attention):
         lk, lq = k.shape[2], q.shape[3]
         places = torch.arange(lk, device=k.device)
         here = torch.ones(k.shape[0], lk, dtype=torch.bool, device=k.device) if present is None else present
-        _, memory = scan_recurrence(
-            memory,
-            None,
-            k,
-            v,
-            gates,
-            here & (places < offset[:, None]),
-            self.update,
-            self.read,
-            recording=recording,
+        _, memory = self.scan(
+            memory, None, k, v, gates, here & (places < offset[:, None]), recording=recording
         )
         source = torch.arange(lq, device=k.device) + offset[:, None]  # [B, Lq]
         inside = (source >= 0) & (source < lk)
         index = source.clamp(0, max(lk - 1, 0))
-        moved = {n: _gathered(t, index) for n, t in {"": k, " ": v, **gates}.items()}
-        outs, _ = scan_recurrence(
-            memory,
-            q,
-            moved.pop(""),
-            moved.pop(" "),
-            moved,
-            inside & here.gather(1, index),
-            self.update,
-            self.read,
-            recording=recording,
+        moved = {n: _gathered(g, index) for n, g in gates.items()}
+        there = inside & here.gather(1, index)
+        out, _ = self.scan(
+            memory, q, _gathered(k, index), _gathered(v, index), moved, there, recording=recording
         )
-        return torch.cat(outs, 3)
+        assert out is not None
+        return out
 
     def init_state(
         self,
@@ -167,12 +173,29 @@ class RecurrentAttention(Attention):
         capacity: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        initial: Tensor | None = None,
     ) -> RecurrentState:
-        """An empty memory, in float32 or better; constant in size, so `capacity` asks for nothing."""
+        """A memory that holds nothing, or a copy of `initial [B, Hkv, Dk, Dv]`, through which gradients flow.
+
+        In float32 or better, constant in size, so that `capacity` asks for nothing. device and dtype default to those of `initial`.
+        """
         check_room(batch, capacity)
-        wide = accumulation_dtype(dtype or torch.get_default_dtype())
         shape = (batch, self.num_kv_heads, self.key_dim, self.value_dim)
-        return RecurrentState(memory=torch.zeros(shape, device=device, dtype=wide))
+        if initial is None:
+            wide = accumulation_dtype(dtype or torch.get_default_dtype())
+            return RecurrentState(memory=torch.zeros(shape, device=device, dtype=wide))
+        if not isinstance(initial, Tensor) or not initial.is_floating_point() or initial.shape != shape:
+            got = (
+                f"{initial.dtype} {list(initial.shape)}"
+                if isinstance(initial, Tensor)
+                else type(initial).__name__
+            )
+            raise InvalidInput(
+                f"{self.name}: init_state: initial must be a float tensor [B, Hkv, Dk, Dv] = {list(shape)}, got {got}"
+            )
+        wide = accumulation_dtype(dtype or initial.dtype)
+        return RecurrentState(memory=initial.to(device=device, dtype=wide, copy=True))
 
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
         assert isinstance(call.state, RecurrentState)

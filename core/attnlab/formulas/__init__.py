@@ -31,8 +31,8 @@ from torch import Tensor
 from attnlab.errors import PluginError, nearest
 from attnlab.formulas._parts import mix, pair_products, per_query_head, softmax_attention, without_absent
 from attnlab.formulas.additive import additive
-from attnlab.formulas.delta_rule import delta_rule
 from attnlab.formulas.dot_product import softmax_dot_product
+from attnlab.formulas.fast_weights import delta_rule, fast_weights, gated, gated_delta
 from attnlab.formulas.golden import GoldenCase, golden_cases, unverified
 from attnlab.formulas.linearised import linearised
 from attnlab.formulas.multiplicative import multiplicative
@@ -45,6 +45,9 @@ __all__ = [
     "additive",
     "definition_of",
     "delta_rule",
+    "fast_weights",
+    "gated",
+    "gated_delta",
     "golden_cases",
     "linearised",
     "mix",
@@ -67,7 +70,10 @@ DEFINITIONS: Mapping[str, Definition] = MappingProxyType(
         "multiplicative": multiplicative,
         "linearised": linearised,
         "sliding_window": sliding_window,
+        "fast_weights": fast_weights,
         "delta_rule": delta_rule,
+        "gated": gated,
+        "gated_delta": gated_delta,
     }
 )
 

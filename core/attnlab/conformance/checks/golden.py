@@ -81,7 +81,9 @@ def _compare(variant: Any, case: Case, one: GoldenCase) -> None:
 
 
 def _made_for(variant: Any, at: Case, one: GoldenCase, dtype: torch.dtype) -> Any:
-    options = {**variant.options, **one.options, **one.extra_options}
+    # An option that is off may be one that this variant does not have.
+    decided = {n: x for n, x in one.options.items() if x or n in variant.options}
+    options = {**variant.options, **decided, **one.extra_options}
     judged = type(variant)(**at.geometry, **options)
     judged.name = variant.name
     state = one.state_dict(dtype)

@@ -47,9 +47,15 @@ class PinnedMemoryAttention(RecurrentAttention):
         return memory + key[..., :, None] * value[..., None, :]
 
     def init_state(
-        self, batch: int, capacity: int | None = None, device: Any = None, dtype: Any = None
+        self,
+        batch: int,
+        capacity: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        initial: Tensor | None = None,
     ) -> PinnedState:
-        return _pinned(super().init_state(batch, capacity, device, dtype))
+        return _pinned(super().init_state(batch, capacity, device, dtype, initial=initial))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         result = super().attend(query, key, value, call)

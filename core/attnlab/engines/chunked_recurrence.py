@@ -1,0 +1,127 @@
+"""Fast-weight recurrences chunk by chunk: products of matrices inside a chunk, one state between chunks. Needs torch.
+
+    S_t = e^{g_t} S_{t-1} + k_t u_t^T,    u_t = beta_t v_t, or, where writing corrects, beta_t (v_t - (e^{g_t} S_{t-1})^T k_t)
+
+With T the sums of g since the chunk began, the state before token i has faded to `e^{T_i} S + sum_{j<i} e^{T_i - T_j} k_j u_j^T`. So
+the u of a chunk that corrects solve `(1 + beta M) u = beta (v - (k e^T) S)`, `M_ij = k_i^T e^{T_i - T_j} k_j` for j < i: the WY form of
+Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 3, with the decays of "Gated
+Delta Networks", section 3.3. Every exponent is a sum of g between two tokens, so 0 or less: nothing overflows.
+
+Notation: X heads of all items; G query heads a key head; N chunks of C tokens; D key, E value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnlab.engines.decays import decays_of
+
+CHUNK = 64
+BLOCK = 512  # tokens worked on together: their parts fit the caches
+
+
+class _Tokens(NamedTuple):
+    """query `[X, G, L, D]` or None; key `[X, L, D]`; value `[X, L, E]`; beta `[X, L]` and g `[X, L]` or `[X, L, D]`, or None."""
+
+    query: Tensor | None
+    key: Tensor
+    value: Tensor
+    beta: Tensor | None
+    log_decay: Tensor | None
+
+    def part(self, start: int, stop: int) -> _Tokens:
+        query, *others = self
+        cut = (None if x is None else x[:, start:stop] for x in others)
+        return _Tokens(None if query is None else query[:, :, start:stop], *cut)  # type: ignore[arg-type]
+
+
+def chunked_recurrence(
+    memory: Tensor,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    corrects: bool = False,
+    chunk: int = CHUNK,
+    recording: bool = False,
+) -> tuple[Tensor | None, Tensor]:
+    """`(out [B, H, G, L, E], S_L [B, H, D, E])`: what query t `[B, H, G, L, D]` reads after token t, unscaled, and the last state.
+
+    memory `[B, H, D, E]`; key `[B, H, L, D]`; value `[B, H, L, E]`; beta `[B, H, L]`; log_decay 0 or less, `[B, H, L]` or
+    `[B, H, L, D]`. All in one dtype, float32 or better. query None reads nothing. `O(L C (D + E) + L D E)` work, `O(L)` memory;
+    while `recording`, the pairs that decays of channels need are formed again in the backward.
+    """
+    heads_of_items, length = key.shape[:2], key.shape[2]
+    tokens = _Tokens(*(None if x is None else x.flatten(0, 1) for x in (query, key, value, beta, log_decay)))  # type: ignore[arg-type]
+    state, outs = memory.flatten(0, 1), []
+    blocks = -(-length // BLOCK)
+    for i in range(blocks):  # a graph depends on the number of blocks, not on the length
+        some = tokens.part(i * BLOCK, length if i == blocks - 1 else (i + 1) * BLOCK)
+        out, state = _block(state, some, corrects, chunk, recording)
+        outs.append(out)
+    state = state.reshape(*heads_of_items, *state.shape[1:])
+    if query is None:
+        return None, state
+    if not outs:
+        return value.new_zeros(*query.shape[:4], value.shape[3]), state
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)  # type: ignore[arg-type]
+    assert out is not None
+    return out.reshape(*heads_of_items, *out.shape[1:]), state
+
+
+def _block(
+    state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording: bool
+) -> tuple[Tensor | None, Tensor]:
+    """The same for `state [X, D, E]` and few tokens, all chunks of which go at once, but for what one state hands the next."""
+    length, width = tokens.key.shape[1:]
+    # Whole chunks for a compiler, as parts of a chunk would make a graph for each length.
+    c = chunk if length >= chunk or torch.compiler.is_compiling() else length
+    n = -(-length // c)
+    query, key, value, beta, g = _chunks(tokens, n, c)
+    decays = decays_of(g, key.dtype, recording)
+    written = value if beta is None else value * beta[..., None]  # [X, N, C, E]
+    asked = decays.since_start(key)  # [X, N, C, D]: what a key reads of the state before its chunk
+    if corrects:
+        inside = decays.products(key[:, :, None], key, -1)[:, :, 0]  # [X, N, C, C]
+        if beta is not None:
+            inside, asked = inside * beta[..., None], asked * beta[..., None]
+        solved = torch.linalg.solve_triangular(
+            inside, torch.cat([asked, written], -1), upper=False, unitriangular=True
+        )
+        asked, written = solved.split([width, value.shape[3]], -1)
+    kept = decays.until_end(key).transpose(-1, -2)  # [X, N, D, C]
+    states, updates = [], []
+    for i in range(n):
+        update = torch.baddbmm(written[:, i], asked[:, i], state, alpha=-1) if corrects else written[:, i]
+        states.append(state)
+        updates.append(update)
+        state = torch.baddbmm(decays.faded(state, i), kept[:, i], update)
+    if query is None:
+        return None, state
+    before = torch.stack(states, 1)[:, :, None]  # [X, N, 1, D, E]
+    updated = torch.stack(updates, 1) if corrects else written
+    out = decays.since_start(query) @ before
+    out = out + decays.products(query, key, 0) @ updated[:, :, None]  # [X, N, G, C, E]
+    return out.transpose(1, 2).flatten(2, 3)[:, :, :length], state
+
+
+def _chunks(
+    tokens: _Tokens, n: int, c: int
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """query `[X, N, G, C, D]`, the others `[X, N, C, ...]`, filled up with tokens that change nothing."""
+    missing = n * c - tokens.key.shape[1]
+
+    def cut(x: Tensor, axis: int) -> Tensor:
+        if missing:
+            x = pad(x, (*[0] * (2 * (x.dim() - 1 - axis)), 0, missing))
+        return x.reshape(*x.shape[:axis], n, c, *x.shape[axis + 1 :])
+
+    query = None if tokens.query is None else cut(tokens.query, 2).transpose(1, 2)
+    beta, g = (None if x is None else cut(x, 1) for x in (tokens.beta, tokens.log_decay))
+    return query, cut(tokens.key, 1), cut(tokens.value, 1), beta, g
