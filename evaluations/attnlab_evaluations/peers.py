@@ -39,6 +39,41 @@ def chunked_linear(query: Tensor, key: Tensor, value: Tensor, *, chunk: int = 12
     return out.reshape(batch, heads, length + short, -1)[:, :, :length]
 
 
+def chunked_delta(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, chunk: int = 32) -> Tensor:
+    """The delta rule in chunks as its authors publish it (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule").
+
+    `(1 + tril(beta K K^T, -1))^-1` row by row, then one state between chunks. beta `[B, H, L]`; `chunk` must divide L. No scale.
+    """
+    q, k, v, b = (x.unflatten(2, (-1, chunk)) for x in (query, key, value, beta[..., None]))
+    written = k * b
+    inverse = -(written @ k.transpose(-1, -2)).tril(-1)  # [B, H, N, C, C]
+    for i in range(1, chunk):
+        row = inverse[..., i, :i].clone()
+        inverse[..., i, :i] = row + (row[..., None] * inverse[..., :i, :i]).sum(-2)
+    inverse = inverse + torch.eye(chunk, dtype=query.dtype, device=query.device)
+    asked, new = inverse @ written, inverse @ (v * b)
+    state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+    out = torch.zeros_like(v)
+    for n in range(k.shape[2]):
+        inside = (q[:, :, n] @ k[:, :, n].transpose(-1, -2)).tril()
+        u = new[:, :, n] - asked[:, :, n] @ state
+        out[:, :, n] = q[:, :, n] @ state + inside @ u
+        state = state + k[:, :, n].transpose(-1, -2) @ u
+    return out.flatten(2, 3)
+
+
+def recurrent_delta(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+    """The delta rule token by token (Schlag et al. 2021, eq. 24), unscaled; beta `[B, H, L]`."""
+    state = key.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1])
+    out = torch.empty_like(value)
+    for t in range(key.shape[2]):
+        k = key[:, :, t, :, None]
+        error = value[:, :, t] - (state * k).sum(-2)
+        state = state + k * (beta[:, :, t, None] * error)[..., None, :]
+        out[:, :, t] = (state * query[:, :, t, :, None]).sum(-2)
+    return out
+
+
 def plain_softmax(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False) -> Tensor:
     """The textbook formula, holding the whole square."""
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5

@@ -25,6 +25,7 @@ from attnlab_evaluations import folders, peers, provenance, records
 from attnlab_evaluations.additive_goals import additive_goals
 from attnlab_evaluations.goals import NO_TIME, UNMEASURED, Target, random_inputs, time_calls, time_pair
 from attnlab_evaluations.progress import Progress
+from attnlab_evaluations.recurrence_goals import recurrence_goals
 from attnlab_evaluations.settings import TargetSettings
 from attnlab_evaluations.timing import Interval, bootstrap_median, exponent, paired_ratio
 
@@ -85,7 +86,7 @@ def _measured(target: Target) -> str:
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """All rows, each within its share of `budget` seconds."""
-    share = budget / 26
+    share = budget / 29
     found: list[Target] = []
     with torch.no_grad():
         say("dispatch")
@@ -104,6 +105,7 @@ def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> lis
             found.append(decoding(heads, length, width, share, seed))
         say("window from 4k to 32k")
         found.append(time_exponent("sliding_window", (4096, 8192, 16384, 32768), share * 2, seed))
+        found += recurrence_goals(share * 3, seed, say)
     found += additive_goals(share * 8, budget, seed, say)
     say("start-up")
     found += start_up()

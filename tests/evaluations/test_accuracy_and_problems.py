@@ -145,3 +145,17 @@ def test_the_chunked_peer_is_causal_linear_attention(length, chunk):
     wanted = accuracy.definition_rows(calls, 0, torch.arange(length))
     found = peers.chunked_linear(one.query, one.key, one.value, chunk=chunk)
     torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)  # float32 sums of 200 terms
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 32])
+def test_the_peers_of_the_delta_rule_are_the_delta_rule(chunk):
+    query, key, value = (torch.randn(1, 2, 64, 8, dtype=torch.float64) for _ in range(3))
+    key, beta = torch.nn.functional.normalize(key, dim=-1), torch.rand(1, 2, 64, dtype=torch.float64)
+    wanted = attnlab.attention(
+        query, key, value, variant="delta_rule", causal=True, scale=1.0, gates={"beta": beta}
+    )
+    for found in (
+        peers.chunked_delta(query, key, value, beta, chunk=chunk),
+        peers.recurrent_delta(query, key, value, beta),
+    ):
+        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
