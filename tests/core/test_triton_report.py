@@ -50,7 +50,9 @@ def test_no_kernel_of_half_precision_spills_or_asks_for_too_much(arch: int) -> N
     assert not [r for r in rows if r["spills"] or r["stack"] or r["shared"] > SHARED_MEMORY[arch]]
 
 
-def test_each_broken_limit_is_a_fault() -> None:
+def test_each_broken_limit_is_a_fault(
+    interpreter: None,
+) -> None:  # kernels stay interpreted for the tests that follow
     from attnlab.engines.triton_report import Row
 
     def faults(**changed: Any) -> list[str]:

@@ -13,6 +13,7 @@ from attnlab.conformance.mutants import (
     backwards,
     behaviour,
     between_calls,
+    chunks,
     claims,
     constructors,
     corners,
@@ -61,6 +62,7 @@ from attnlab.conformance.mutants._sums import (
 )
 from attnlab.conformance.mutants._textbook import Mutant, TextbookAttention, TextbookDelta, TextbookLinear
 from attnlab.conformance.mutants._tiled import TextbookTiled
+from attnlab.conformance.mutants.chunks import TextbookChunkedDelta
 from attnlab.interface import Attention
 
 __all__ = ["MUTANTS", "TEXTBOOK", "Mutant", "TextbookAttention", "TextbookDelta", "TextbookLinear"]
@@ -72,6 +74,7 @@ TEXTBOOK: tuple[type[Attention], ...] = (
     TextbookTiled,
     TextbookChunked,
     TextbookGatedDelta,
+    TextbookChunkedDelta,
     TextbookMaps,
     TextbookCosformer,
     TextbookDot,
@@ -105,6 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *linear.MUTANTS,
     *narrow_dtypes.MUTANTS,
     *recurrences.MUTANTS,
+    *chunks.MUTANTS,
     *returned.MUTANTS,
     *specials.MUTANTS,
     *packed.MUTANTS,
