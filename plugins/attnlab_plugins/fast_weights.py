@@ -20,7 +20,7 @@ _DECAY = {"head": GateSpec("[B,Hkv,Lk]", range="<=0"), "channel": GateSpec("[B,H
 
 class FastWeightsAttention(RecurrentAttention):
     """`S_t = S_{t-1} + k_t v_t^T`, `o_i = scale q_i^T S`: outer products added up, Schmidhuber 1992, "Learning to Control Fast-Weight
-    Memories", eq. 4 to 6; linear attention without a feature map or a normaliser, `rule="linear"` of ONNX LinearAttention-27.
+    Memories"; linear attention without a feature map or a normaliser, `rule="linear"` of ONNX LinearAttention-27.
 
     Each query reads after the token at its position, without `causal` after the last. Many tokens go chunk by chunk in products of
     matrices, few one by one. Parameter-free.
@@ -92,10 +92,10 @@ class DeltaRuleAttention(FastWeightsAttention):
 
 
 class _Fading(FastWeightsAttention):
-    """What `gated` and `gated_delta` share: the option `decay`."""
+    """What `gated` and `gated_delta` share: the option `decay`, one of `decays`, by default the first."""
 
     capabilities = replace(FastWeightsAttention.capabilities, gates=True)
-    decays: tuple[str, ...] = ("head", "channel")
+    decays: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class _Fading(FastWeightsAttention):
         num_kv_heads: int | None = None,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        decay: str,
+        decay: str | None = None,
     ) -> None:
+        decay = self.decays[0] if decay is None else decay
         if decay not in self.decays:
             raise InvalidInput(f"{self.name}: decay must be one of {', '.join(self.decays)}, got {decay!r}")
-        others = {name: spec for name, spec in type(self).gates.items() if name != "log_decay"}
+        self.gates = {name: spec for name, spec in type(self).gates.items() if name != "log_decay"}  # type: ignore[misc]
         if decay in _DECAY:
-            others["log_decay"] = _DECAY[decay]
-        self.gates = others  # type: ignore[misc]  # of its own, as the option decides
+            self.gates["log_decay"] = _DECAY[decay]  # type: ignore[index]
         super().__init__(
             num_heads=num_heads,
             head_dim=head_dim,
@@ -121,13 +121,18 @@ class _Fading(FastWeightsAttention):
             value_dim=value_dim,
         )
         self.options = {"decay": decay}
+        if decay == "retention":
+            self.narrow(
+                gates="under retention each head fades at a rate of its own, which no token changes",
+                gqa="under retention each query head has a rate of its own, so that heads cannot share a memory",
+            )
 
 
 class GatedAttention(_Fading):
     """`S_t = e^{g_t} S_{t-1} + k_t v_t^T`, `o_i = scale q_i^T S`, Yang et al. 2024, "Gated Linear Attention Transformers with
     Hardware-Efficient Training", eq. 3.
 
-    `decay` says what g is:
+    `decay` says what g is (default channel):
 
     - `"channel"`: gate `log_decay [B, Hkv, Lk, Dk]`, 0 or less, one of each channel of the key (`[B, Hkv, Lk]` serves as well).
     - `"head"`: gate `log_decay [B, Hkv, Lk]`, one of each head, as in Mamba-2 and mLSTM.
@@ -140,31 +145,7 @@ class GatedAttention(_Fading):
     name = "gated"
     formula = "gated"
     gates = MappingProxyType({"log_decay": _DECAY["channel"]})
-    decays = ("head", "channel", "retention")
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int,
-        num_kv_heads: int | None = None,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        decay: str = "channel",
-    ) -> None:
-        super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            decay=decay,
-        )
-        if decay == "retention":
-            self.narrow(
-                gates="under retention each head fades at a rate of its own, which no token changes",
-                gqa="under retention each query head has a rate of its own, so that heads cannot share a memory",
-            )
+    decays = ("channel", "head", "retention")
 
     def log_decay(self, gates: Mapping[str, Tensor], key: Tensor) -> Tensor | None:
         if self.options["decay"] != "retention":
@@ -179,7 +160,7 @@ class GatedDeltaAttention(_Fading):
     Networks: Improving Mamba2 with Delta Rule", eq. 10: the memory fades, then corrects what it would have answered.
 
     Gates `beta` as in `delta_rule`, and `log_decay`, 0 or less: with `decay="head"` (theirs) `[B, Hkv, Lk]`, with `"channel"` one of
-    each channel of the key, `[B, Hkv, Lk, Dk]` (Kimi Team 2025, "Kimi Linear", eq. 1). Reads and chunks as `fast_weights`.
+    each channel of the key, `[B, Hkv, Lk, Dk]` (Kimi Team 2025, "Kimi Linear"). Reads and chunks as `fast_weights`.
     Parameter-free.
     """
 
@@ -187,22 +168,4 @@ class GatedDeltaAttention(_Fading):
     formula = "gated_delta"
     gates = MappingProxyType({"beta": _BETA, "log_decay": _DECAY["head"]})
     corrects = True
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int,
-        num_kv_heads: int | None = None,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        decay: str = "head",
-    ) -> None:
-        super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            decay=decay,
-        )
+    decays = ("head", "channel")

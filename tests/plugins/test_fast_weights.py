@@ -294,7 +294,7 @@ def test_an_initial_memory_that_does_not_fit_is_refused(initial: Any, words: str
 
 @pytest.mark.parametrize("name", ["gated", "gated_delta"])
 def test_a_decay_that_there_is_not_is_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{name}: decay must be one of head, channel"):
+    with pytest.raises(InvalidInput, match=f"{name}: decay must be one of .*, got .layer."):
         create(name, num_heads=2, head_dim=D, decay="layer")
 
 

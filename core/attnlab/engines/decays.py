@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-SUBCHUNK = 16  # tokens between which the decays of each channel are formed pair by pair
+SUBCHUNK = 8  # tokens between which the decays of each channel are formed pair by pair
 # e to this is 0 in every dtype, as e to -inf is, of which no difference could be taken.
 FADED = -1000.0
 
@@ -47,10 +47,10 @@ class Decays:
 class _OfTokens(Decays):
     def __init__(self, log_decay: Tensor, dtype: torch.dtype) -> None:
         total = log_decay.clamp(min=FADED).double().cumsum(-1)  # [X, N, C]
-        self._start = total.exp().to(dtype)[..., None]
-        self._end = (total[..., -1:] - total).exp().to(dtype)[..., None]
+        self._start = total.to(dtype).exp()[..., None]
+        self._end = (total[..., -1:] - total).to(dtype).exp()[..., None]
         # Above the diagonal are differences of the other sign, whose exponentials might overflow.
-        self._between = (total[..., :, None] - total[..., None, :]).tril().exp().to(dtype)[:, :, None]
+        self._between = (total[..., :, None] - total[..., None, :]).tril().to(dtype).exp()[:, :, None]
 
     def since_start(self, x: Tensor) -> Tensor:
         return x * (self._start if x.dim() == 4 else self._start[:, :, None])
@@ -71,7 +71,7 @@ class _OfChannels(Decays):
     def __init__(self, log_decay: Tensor, dtype: torch.dtype, recording: bool) -> None:
         self._total = log_decay.clamp(min=FADED).double().cumsum(-2)  # [X, N, C, D]
         self._dtype, self._recording = dtype, recording
-        self._start = self._total.exp().to(dtype)
+        self._start = self._total.to(dtype).exp()
 
     def since_start(self, x: Tensor) -> Tensor:
         return x * (self._start if x.dim() == 4 else self._start[:, :, None])
@@ -101,7 +101,7 @@ class _OfChannels(Decays):
         return torch.cat(rows, -2)
 
     def _factor(self, exponent: Tensor) -> Tensor:
-        return exponent.exp().to(self._dtype)
+        return exponent.to(self._dtype).exp()
 
     def _pairs(self, left: Tensor, right: Tensor, since: Tensor) -> Tensor:
         if self._recording and not torch.compiler.is_compiling():

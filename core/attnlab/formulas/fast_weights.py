@@ -1,6 +1,6 @@
 """Fast weight programmers: a memory S [Dk, Dv] that keys write to and queries read. Needs torch.
 
-Sources: Schmidhuber 1992, eq. 4 to 6 (fast_weights); Schlag, Irie and Schmidhuber 2021, eq. 24 and 25 (delta_rule; Widrow and Hoff
+Sources: Schmidhuber 1992 (fast_weights); Schlag, Irie and Schmidhuber 2021, eq. 24 and 25 (delta_rule; Widrow and Hoff
 1960); Yang et al. 2024, "Gated Linear Attention Transformers", eq. 3 (gated), and "Gated Delta Networks", eq. 10 (gated_delta),
 laid out as ONNX LinearAttention-27 does:
 
