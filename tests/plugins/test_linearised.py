@@ -123,7 +123,10 @@ def test_sums_pass_the_range_of_float16(name: str, causal: bool, autocast: bool)
     with torch.autocast("cpu", dtype=torch.float16, enabled=autocast), torch.no_grad():
         out = variant(x, x, x, causal=causal).out
     assert out.dtype == torch.float16
-    assert torch.equal(out, torch.ones_like(out))
+    # Whole numbers are summed exactly; of others, two float32 sums of 70000 terms may differ by a rounding for each.
+    exact = name in ("linearised", "linearised_relu", "linearised_squared_relu")
+    limit = 0.0 if exact else 70000 * 2**-24 + 2**-11
+    assert float((out.double() - 1).abs().max()) <= limit
 
 
 def test_a_query_whose_kernel_is_zero_everywhere_gives_zero_and_no_nan() -> None:
