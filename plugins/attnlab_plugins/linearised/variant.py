@@ -55,8 +55,8 @@ class LinearisedAttention(FeatureMapAttention):
       attention language models balance the recall-throughput tradeoff" (Based), section 4.1. The kernel is the second-order
       Taylor polynomial of the softmax's, `1 + s + s^2 / 2` with `s = q^T k / sqrt(D)`: at least 1/2, so nothing vanishes.
     - `"dpfp"`: `r * roll(r, i)` for i = 1 .. `nu`, `r = [relu(x), relu(-x)]`, P = 2 D nu; Schlag et al. 2021, "Linear Transformers
-      Are Secretly Fast Weight Programmers", eq. 37 and 38. `nu` (default 1) is at most 2 D - 1. Keys may meet none of a
-      query's features.
+      Are Secretly Fast Weight Programmers", eq. 37 and 38. `nu` (default 1) is below 2 D there; beyond,
+      indices wrap. Keys may meet none of a query's features.
     - `"cosine"`: `[1, x / |x|]`, P = 1 + D; Li et al. 2020, "Linear Attention Mechanism", the first-order Taylor polynomial of
       the softmax's kernel for unit vectors, `1 + cos(q, k)`. It is 0 for opposite vectors, and 1 where either is 0. Where all
       that a query sees lies opposite to it, the quotient is of rounding errors: finite, and without a meaning.
@@ -117,10 +117,6 @@ class LinearisedAttention(FeatureMapAttention):
         width = self.key_dim
         if feature_map == "dpfp":
             self._default(nu=1)
-            if self.options["nu"] >= 2 * width:
-                raise InvalidInput(
-                    f"linearised: nu must be below 2 * {width}, the number of rectified coordinates, got {nu}"
-                )
         elif feature_map == "favor":
             self._default(num_features=default_features(width), seed=0)
             rows = torch.empty(

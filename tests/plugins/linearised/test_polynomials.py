@@ -47,7 +47,7 @@ def dpfp_by_loops(x: list[float], nu: int) -> list[float]:
     return features
 
 
-@pytest.mark.parametrize("nu", [1, 2, 3, 7])
+@pytest.mark.parametrize("nu", [1, 2, 3, 7, 8, 9])
 def test_dpfp_makes_the_products_of_the_paper(make: Any, nu: int) -> None:
     x = make(1, 1, 6, 4)
     variant = create("linearised_dpfp", num_heads=1, head_dim=4, nu=nu)
