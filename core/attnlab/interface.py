@@ -52,6 +52,8 @@ class Attention(nn.Module):
         conflicts: declared capabilities that do not combine: `(("state", "weights"), "why")`.
         known_failures: conformance checks that it is known to fail, by name; always strict.
         state_type: the class of its states, where it declares `state`.
+        refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
+            nothing says False, and its calls are judged by their bits alone.
 
     Args: num_heads Hq; head_dim Dq; num_kv_heads Hkv (default Hq, must divide it); key_dim Dk (default Dq); value_dim Dv
     (default Dk). Raises `InvalidInput` for sizes below 1 or heads that do not divide, `UnsupportedRequest` for sizes
@@ -67,6 +69,7 @@ class Attention(nn.Module):
     conflicts: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
     known_failures: ClassVar[Mapping[str, KnownFailure]] = MappingProxyType({})
     state_type: ClassVar[type[State]] = State
+    refuses_more: bool = True
     name: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -108,7 +111,7 @@ class Attention(nn.Module):
         self._bits = self.capabilities.bits
         self._gated = bool(self.gates)
         self._conflict_bits = tuple(sum(getattr(BITS, n) for n in names) for names, _ in self.conflicts)
-        self._judges = type(self).supports is not Attention.supports
+        self._judges = self.refuses_more and type(self).supports is not Attention.supports
         self._verdicts: dict[Any, bool] = {}
         self._served: set[Any] = set()  # signatures of bare calls that were judged: same shapes, same answer
 

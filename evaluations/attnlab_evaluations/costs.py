@@ -4,7 +4,7 @@ Conventions: a multiply-add is 2 FLOPs; a reciprocal, exponential or tanh is cou
 never as a FLOP; causality and windows count visible pairs exactly. torch's own counter returns 0
 for fused CPU attention and ignores causality, so it is not used.
 
-Notation: B batch, H heads, n_q and n_k lengths, d key width, e value width, a hidden width.
+Notation: B batch, H heads, n_q and n_k lengths, d key width, e value width, a hidden width, p features.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def forward_cost(
         else:  # location: one dot product of the query with a row per key position
             flops += 2 * seen * d
     elif formula == "linearised":
-        flops = 4 * n_q * d * e + (n_q * min(chunk, n_q) * (d + e) if causal else 0)
+        p = _features(d, given)
+        flops = 4 * n_q * p * e + (n_q * min(chunk, n_q) * (p + e) if causal else 0)
         special = 0
     elif formula in ("fast_weights", "gated"):
         flops = 4 * n_q * d * e  # write, read at the query
@@ -117,6 +118,18 @@ def forward_cost(
         bytes_forward=heads * moved * itemsize,
         bytes_backward=heads * (2 * n_q * d + n_q * e + 2 * n_k * (d + e)) * itemsize,  # QKV, dO, dQdKdV
     )
+
+
+def _features(width: int, options: Mapping[str, Any]) -> int:
+    """P of a linearised variant's feature map; making the features is not counted."""
+    return {
+        "taylor": 1 + width + width * width,
+        "dpfp": 2 * width * (options.get("nu") or 1),
+        "cosine": 1 + width,
+        "favor": options.get("num_features") or max(width, int(width * math.log(width))),
+        "hedgehog": 2 * width,
+        "cosformer": 2 * width,
+    }.get(options.get("feature_map", "elu"), width)
 
 
 BACKWARD_FACTOR = 2.5

@@ -245,6 +245,27 @@ def test_supports_is_asked_about_gradients_after_the_call_was_served_without() -
         variant(q.requires_grad_(), k, v)
 
 
+def test_an_instance_that_refuses_no_more_is_judged_by_its_bits_alone() -> None:
+    asked = []
+
+    class Choosy(Mean):
+        refuses_more = False
+
+        def supports(self, request: Request) -> list[Reason]:
+            asked.append(request)
+            return super().supports(request)
+
+    variant, (q, k, v) = Choosy(num_heads=H, head_dim=D), inputs()
+    variant(q, k, v)
+    assert not asked
+    with pytest.raises(UnsupportedRequest, match="softcap"):
+        variant(q, k, v, softcap=1.0)
+    variant.refuses_more = True
+    variant.narrow()
+    variant(q, k, v)
+    assert len(asked) == 2
+
+
 def test_supports_cannot_widen_what_the_class_declares() -> None:
     class Generous(Mean):
         def supports(self, request: Request) -> list[Reason]:

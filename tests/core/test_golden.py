@@ -35,13 +35,17 @@ def _times(matrix: list[Row], x: Row) -> Row:
     return [_dot(row, x) for row in matrix]
 
 
+def _offset(case: Mapping[str, Any], b: int) -> int:
+    queries, keys = len(case["query"][b][0]), len(case["key"][b][0])
+    return {"top_left": 0, "bottom_right": keys - queries}[case["arguments"].get("offset", "top_left")]
+
+
 def _sees(case: Mapping[str, Any], b: int, i: int, j: int) -> bool:
     arguments, window = case["arguments"], case["options"]
-    queries, keys = len(case["query"][b][0]), len(case["key"][b][0])
     lengths = arguments.get("key_lengths")
     if lengths is not None and j >= lengths[b]:
         return False
-    at = i + {"top_left": 0, "bottom_right": keys - queries}[arguments.get("offset", "top_left")]
+    at = i + _offset(case, b)
     if "sink_tokens" in window and not (at - window["left"] <= j or j < window["sink_tokens"]):
         return False
     if "sink_tokens" in window and j > at + window["right"]:
@@ -112,13 +116,45 @@ PHI: dict[str, Callable[[float], float]] = {
 }
 
 
+def _features(case: Mapping[str, Any], x: Row, role: str, head: int, position: int) -> Row:
+    """phi(x) of a map of the whole vector, feature by feature as the papers write them."""
+    kind, w, d = case["options"]["feature_map"], case["parameters"], len(x)
+    if kind in PHI:
+        return [PHI[kind](y) for y in x]
+    if kind == "taylor":
+        small = [y / d**0.25 for y in x]
+        return [1.0, *small, *(a * b / math.sqrt(2) for a in small for b in small)]
+    if kind == "dpfp":
+        r = [max(y, 0.0) for y in x] + [max(-y, 0.0) for y in x]
+        return [r[a] * r[a - i] for i in range(1, case["options"].get("nu", 1) + 1) for a in range(2 * d)]
+    if kind == "cosine":
+        length = math.sqrt(_dot(x, x))
+        return [1.0, *(y / length if length else 0.0 for y in x)]
+    if kind == "favor":
+        small = [y / d**0.25 for y in x]
+        m, half = len(w["w"]), _dot(small, small) / 2
+        return [math.exp(_dot(row, small) - half) / math.sqrt(m) for row in w["w"]]
+    if kind == "hedgehog":
+        own = "q" if role == "query" else "k"
+        z = [a + b for a, b in zip(_times(w[f"W_{own}"][head], x), w[f"b_{own}"][head], strict=True)]
+        return _softmax(z) + _softmax([-y for y in z])
+    angle = math.pi * position / (2 * case["options"].get("max_length", 1024))  # cosformer
+    return [max(y, 0.0) * f(angle) for f in (math.cos, math.sin) for y in x]
+
+
+def _softmax(z: Row) -> Row:
+    e = [math.exp(y) for y in z]
+    return [y / sum(e) for y in e]
+
+
 def _linearised_row(formula: str, case: Mapping[str, Any], b: int, h: int, i: int) -> Row:
     q, keys, values = _operands(case, b, h, i)
-    phi = PHI[case["options"]["feature_map"]]
+    at, group = i + _offset(case, b), len(case["query"][b]) // len(case["key"][b])
+    phi_q = _features(case, q, "query", h, at)
     above, below = [0.0] * len(values[0]), 0.0
     for j, k in enumerate(keys):
         if _sees(case, b, i, j):
-            product = sum(phi(x) * phi(y) for x, y in zip(q, k, strict=True))
+            product = _dot(phi_q, _features(case, k, "key", h // group, j))
             above = [a + product * v for a, v in zip(above, values[j], strict=True)]
             below += product
     return [a / below for a in above] if below else above

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+import attnlab
 from attnlab_evaluations import costs
 
 SIZES = {"batch": 2, "num_heads": 3, "query_length": 9, "key_length": 9, "key_dim": 4, "value_dim": 5}
@@ -93,6 +94,13 @@ def test_linear_flops_grow_linearly_and_the_causal_form_adds_its_chunks():
     assert at(64, False) * 4 == at(256, False)
     assert at(64, True) * 4 == at(256, True)
     assert at(64, True) - at(64, False) == 6 * 64 * 8 * (4 + 5)  # heads x L C (p + e)
+
+
+@pytest.mark.parametrize("name", [name for name in attnlab.names() if name.startswith("linearised")])
+def test_linear_flops_are_those_of_the_features_that_the_variant_makes(name):
+    made = attnlab.create(name, num_heads=6, head_dim=4, value_dim=5)
+    found = costs.forward_cost("linearised", **SIZES, options=made.options)
+    assert found.flops == 6 * 4 * 9 * made.num_features() * 5
 
 
 def test_a_delta_rule_token_costs_three_products_with_the_state():

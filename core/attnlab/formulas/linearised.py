@@ -4,8 +4,9 @@ Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 4 (eq. 5 and 6 a
 
     o_i = sum_j phi(q_i)^T phi(k_j) v_j / sum_j phi(q_i)^T phi(k_j)        over the visible j
 
-Feature maps: elu(x) + 1 (eq. 7), relu(x), relu(x)^2, exp(x). Written here as the quadratic sum over
-pairs, not as the factored form that implementations use.
+Feature maps of each coordinate: elu(x) + 1 (eq. 7), relu(x), relu(x)^2, exp(x). Kernels phi(q)^T phi(k) of whole
+vectors are in `_kernels`. Written here as the quadratic sum over pairs, not as the factored form that
+implementations use.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlab.formulas._kernels import KERNELS
 from attnlab.formulas._parts import Positions, ScoreMod, mix, pair_products, per_query_head, without_absent
 
 FEATURE_MAPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -47,9 +49,9 @@ def linearised(
 ) -> dict[str, Tensor]:
     """phi(q_i)^T phi(k_j), normalised over the visible keys, times value.
 
-    `options["feature_map"]` names phi (elu where none is named). A scale cancels or is no part of the formula:
-    giving one is a `ValueError`, as are the arguments of score formulas. A row whose products are all zero
-    has no quotient: its weights and output are 0.
+    `options["feature_map"]` names phi (elu where none is named); other options, parameters and positions are read by
+    the kernels that need them. A scale cancels or is no part of the formula: giving one is a `ValueError`, as are the
+    arguments of score formulas. A row whose products are all zero has no quotient: its weights and output are 0.
     """
     for name, given in (
         ("scale", scale),
@@ -64,15 +66,21 @@ def linearised(
     key, value = per_query_head(key, heads), per_query_head(value, heads)
     query, key, value = without_absent(query, key, value, visible)
     name = options.get("feature_map", "elu")
-    if name == "exp" and _out_of_range(query, key):
+    if name in KERNELS:
+        products = KERNELS[name](
+            query, key, visible=visible, parameters=parameters, options=options, positions=positions
+        )
+    elif name == "exp" and _out_of_range(query, key):
         products = _exp_products(query, key, visible)
     else:
         phi = FEATURE_MAPS[name]
         products = pair_products(phi(query), phi(key), visible)
     products = torch.where(visible, products, 0)
     total = products.sum(dim=-1, keepdim=True)
-    weights = products / torch.where(total == 0, 1, total)
-    return {"out": mix(weights, value, visible), "weights": weights}
+    total = torch.where(total == 0, 1, total)
+    # Two sums and their quotient, as eq. 4 has it. Weights first would make a single weight 1 exactly, and hide from the plain
+    # formula's error in lower dtypes how badly conditioned a small kernel value's quotient is.
+    return {"out": mix(products, value, visible) / total, "weights": products / total}
 
 
 def _out_of_range(query: Tensor, key: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnlab.conformance.mutants._textbook import Mutant, TextbookAttention, TextbookLinear
 from attnlab.formulas import GoldenCase, linearised, softmax_dot_product
+from attnlab.formulas.golden import shared_golden_cases
 
 
 def _without_scale(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> dict[str, Tensor]:
@@ -78,6 +79,39 @@ class BothForgetTheSignOfDPFP(TextbookLinear):
         return _dpfp(x)
 
 
+def _dpfp_with_a_sign(x: Tensor) -> Tensor:
+    """[relu x, -relu x]: the sign outside the rectifier, as a published implementation once had it."""
+    both = torch.cat([torch.relu(x), -torch.relu(x)], dim=-1)
+    return both * both.roll(1, dims=-1)
+
+
+def _signed_definition(
+    query: Tensor, key: Tensor, value: Tensor, *, visible: Tensor, **others: Any
+) -> dict[str, Tensor]:
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    products = _dpfp_with_a_sign(query) @ _dpfp_with_a_sign(key).transpose(-1, -2)
+    products = products.masked_fill(~visible, 0)
+    total = products.sum(-1, keepdim=True)
+    return {"out": products @ value / total.masked_fill(total == 0, 1)}
+
+
+class BothPutTheSignOutsideTheRectifier(TextbookLinear):
+    """Schlag et al. 2021, eq. 37, with -relu(x) for relu(-x); judged by the cases of the built-in map, nu = 1."""
+
+    formula = "dpfp"
+    definition = staticmethod(_signed_definition)
+    capabilities = replace(TextbookLinear.capabilities, linear_memory=False)
+    golden = tuple(
+        replace(one, options={}, extra_options={})
+        for one in shared_golden_cases()["linearised"]
+        if one.options == {"feature_map": "dpfp"} and one.extra_options == {"nu": 1}
+    )
+
+    def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
+        return _dpfp_with_a_sign(x)
+
+
 class OnlyTheDefinitionIsWrong(TextbookAttention):
     """The right variant beside a definition with a mistake: the message must not blame the variant."""
 
@@ -88,5 +122,6 @@ class OnlyTheDefinitionIsWrong(TextbookAttention):
 MUTANTS = (
     Mutant(BothForgetTheScale, "golden_cases_are_reproduced", "variant and definition forget 1 / sqrt(d)"),
     Mutant(BothForgetTheSignOfDPFP, "golden_cases_are_reproduced", "DPFP as [relu x, relu x]"),
+    Mutant(BothPutTheSignOutsideTheRectifier, "golden_cases_are_reproduced", "DPFP as [relu x, -relu x]"),
     Mutant(OnlyTheDefinitionIsWrong, "golden_cases_are_reproduced", "a definition with a wrong scale"),
 )
