@@ -17,7 +17,7 @@ import attnlab
 from attnlab import AttnlabError
 from attnlab_evaluations import folders, provenance, records
 from attnlab_evaluations.cells import fault
-from attnlab_evaluations.gate import judge
+from attnlab_evaluations.gate import Verdict, judge
 from attnlab_evaluations.identity import variant_identity
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.records import OVER, Records
@@ -82,7 +82,10 @@ class TrainedCells:
         found = self.records.get(key)
         if found is None:
             self.progress.say(f"{label}: conformance checks")
-            verdict = judge(variant(), self.run_checks, device=self.device)
+            try:
+                verdict = judge(variant(), self.run_checks, device=self.device)
+            except AttnlabError as error:  # it could not even be made
+                verdict = Verdict("unsupported", str(error))
             found = self.records.append(
                 key,
                 verdict.status,
