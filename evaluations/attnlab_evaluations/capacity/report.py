@@ -39,7 +39,9 @@ def legend(cells: Sequence[Cell], settings: CapacitySettings) -> list[str]:
         lines.append(f"+ a training was still making progress when its {recipe.max_steps} steps were up")
     unit = dict.fromkeys(c["variant"] for c in cells if (c.get("value") or {}).get("unit_length"))
     if unit:
-        lines.append(f"{', '.join(unit)}: keys and queries of unit length, no feature map, gates from [v; k]")
+        lines.append(
+            f"{', '.join(unit)}: keys and queries of unit length, scale 1, no feature map, gates from [v; k]"
+        )
     if recipe.width == WIDTH:
         lines.append(DEVIATIONS)
     reasons = (f"{c['variant']}: {c['status']}: {c['detail']}" for c in cells if c["status"] != "ok")

@@ -139,7 +139,7 @@ def settle(args: Namespace, now: datetime | None = None) -> CapacitySettings:
 def default_words() -> list[str]:
     """The paper's memories, as far as they are registered: softmax, the linear ones by their feature maps, the delta rule."""
     known = attnlab.names()
-    words = [name for name in ("dot_product", "linearised", "delta_rule") if name in known]
+    words: list[str] = [name for name in ("dot_product", "linearised", "delta_rule") if name in known]
     if "linearised" in known and "nu" in attnlab.info("linearised").options:
         words += [f"linearised:feature_map=dpfp,nu={nu}" for nu in (1, 2, 3)]
     favor = (n for n in known if n == "favor" or attnlab.info(n).options.get("feature_map") == "favor")

@@ -92,6 +92,17 @@ def test_recurrences_alone_get_keys_and_queries_of_unit_length(name, unit, monke
     assert made.unit_length is unit
 
 
+def test_a_key_reads_back_the_value_that_was_written_under_it_in_full():
+    made = memory("delta_rule", width=6)
+    with torch.no_grad():  # keys that do not disturb each other, written at full strength
+        made.table.copy_(torch.eye(5, 11))
+        made.query_projection.weight.copy_(torch.eye(6, 11))
+        made.key_projection.weight.zero_()[:, 5:] = made.query_projection.weight
+        made.gate_projections["beta"].bias.fill_(50.0)
+        found = task.draw(task.OVERWRITE, 5, 9, task.stream(task.OVERWRITE, 5, 0, "training"))
+        assert task.loss(made(found), found).item() < 1e-9  # sigmoid(50) is 1 in float32
+
+
 def test_a_variant_whose_queries_stand_among_the_keys_is_refused():
     with pytest.raises(UnsupportedRequest, match="sliding_window declares no cross lengths"):
         memory("sliding_window")
