@@ -22,8 +22,9 @@ class AssociativeMemory(nn.Module):
 
     A variant of the recurrent family, or with gates, gets keys and queries of unit length: attnlab's delta rule is defined on those,
     and does not divide features by their sum as Schlag et al. do. Its scale is 1, where it takes one, so that a key reads back what
-    was written under it; by default a read is divided by the root of the width, and the loss stays at .28 at width 16. Table, W_k and W_q are drawn before all else: models made from
-    one random state start from the same, whatever the variant.
+    was written under it; by default a read is divided by the root of the width, and the loss stays at .28 at width 16.
+
+    Table, W_k and W_q are drawn before all else: models made from one random state start from the same, whatever the variant.
 
     Raises what `attnlab.create` raises, and `UnsupportedRequest` where the variant ties queries to places among the keys.
     """

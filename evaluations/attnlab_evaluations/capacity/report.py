@@ -36,7 +36,7 @@ def legend(cells: Sequence[Cell], settings: CapacitySettings) -> list[str]:
         f"{TRIVIAL}: guessing, and answering nothing"
     ]
     if any(_unfinished(cell) for cell in cells):
-        lines.append(f"+ a training was still making progress when its {recipe.max_steps} steps were up")
+        lines.append(f"+ a training's {recipe.max_steps} steps were up before its loss stood still")
     unit = dict.fromkeys(c["variant"] for c in cells if (c.get("value") or {}).get("unit_length"))
     if unit:
         lines.append(
