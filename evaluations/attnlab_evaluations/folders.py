@@ -50,6 +50,17 @@ def fresh(now: datetime, under: Path = RUNS) -> Path:
     return out
 
 
+def to_go_on_in(asked: str | None, command: str, now: datetime, names: Iterable[str]) -> Path:
+    """The folder of a command whose run goes on where the folder holds one: what `--out` names, else a fresh one.
+
+    Raises as `asked_for`, and where a folder without a run holds files called as one of `names`. Makes nothing.
+    """
+    out = asked_for(str(fresh(now, RUNS / command)) if asked is None else asked)
+    if not holds_run(out):
+        refuse_replacing(out, names)
+    return out
+
+
 def newest_run() -> Path:
     """The last run in `RUNS`, by name, which is its time."""
     runs = sorted(p.parent for p in RUNS.glob(f"*/{RESULTS}"))

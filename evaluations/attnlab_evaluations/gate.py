@@ -32,10 +32,10 @@ class Verdict:
         return self.status == "ok"
 
 
-def judge(name: str, run_checks: Callable[..., Sequence[Any]], *, device: str = "cpu") -> Verdict:
-    """Run `name`'s quick checks and sum them up. An error of attnlab's own means it cannot be had at all."""
+def judge(variant: Any, run_checks: Callable[..., Sequence[Any]], *, device: str = "cpu") -> Verdict:
+    """Run the quick checks of a name or an instance and sum them up. An error of attnlab's own means it cannot be had at all."""
     try:
-        results = list(run_checks(name, quick=True, device=device))
+        results = list(run_checks(variant, quick=True, device=device))
     except PluginError as error:
         return Verdict("wrong", "the plugin is broken", message=str(error))
     except AttnlabError as error:

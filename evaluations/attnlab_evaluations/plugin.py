@@ -1,4 +1,4 @@
-"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check` and `dates`, and workloads.
+"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check`, `dates` and `capacity`, and workloads.
 
 Imported when commands are looked up, so it imports no torch; running the command does.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from attnlab import hookimpl
 from attnlab.hooks import Command, plugin_manager
 from attnlab_evaluations import gpu_settings, settings, workloads
+from attnlab_evaluations.capacity import settings as capacity_settings
 from attnlab_evaluations.dates import settings as dates_settings
 
 
@@ -35,6 +36,12 @@ def attnlab_commands() -> list[Command]:
             help="train a recurrent encoder-decoder with each variant on dates in words, and map its alignment",
             configure=dates_settings.configure,
             run=_run_dates,
+        ),
+        Command(
+            name="capacity",
+            help="train each variant as an associative memory: how many keys it holds, and whether it can overwrite",
+            configure=capacity_settings.configure,
+            run=_run_capacity,
         ),
     ]
 
@@ -71,3 +78,10 @@ def _run_dates(args: Namespace) -> int:
     from attnlab_evaluations.dates.run import run_dates
 
     return run_dates(chosen)
+
+
+def _run_capacity(args: Namespace) -> int:
+    chosen = capacity_settings.settle(args)
+    from attnlab_evaluations.capacity.run import run_capacity
+
+    return run_capacity(chosen)

@@ -134,3 +134,14 @@ def test_a_name_that_is_not_utf8_can_be_a_folder():
     out = folders.asked_for(os.fsdecode(b"caf\xe9"))
     folders.make(out)
     assert os.listdir(b".") == [b"caf\xe9"]
+
+
+def test_a_folder_to_go_on_in_holds_a_run_or_nothing_that_would_be_replaced(tmp_path):
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    assert folders.to_go_on_in(None, "dates", now, ()) == Path("attnlab-runs/dates/2026-01-02-030405")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "dates.json").write_text("", encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"mine holds dates\.json, which would be replaced"):
+        folders.to_go_on_in("mine", "dates", now, ["dates.json"])
+    (tmp_path / "mine" / folders.RESULTS).write_text("", encoding="utf-8")
+    assert folders.to_go_on_in("mine", "dates", now, ["dates.json"]) == Path("mine")

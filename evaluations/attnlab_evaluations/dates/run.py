@@ -5,9 +5,7 @@ Needs torch and Babel. A variant that fails its conformance checks is not traine
 
 from __future__ import annotations
 
-import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,17 +13,14 @@ from typing import Any
 
 import torch
 
-import attnlab
 from attnlab import UnsupportedRequest
-from attnlab_evaluations import folders, provenance, records
-from attnlab_evaluations.cells import fault
+from attnlab_evaluations import provenance, records
 from attnlab_evaluations.compare import check_device
 from attnlab_evaluations.dates import heat_map, report, task, training
 from attnlab_evaluations.dates.settings import NONE, SUMMARY, DatesSettings, heat_map_name
-from attnlab_evaluations.gate import judge
 from attnlab_evaluations.identity import variant_identity
 from attnlab_evaluations.progress import Progress
-from attnlab_evaluations.records import OVER, Records
+from attnlab_evaluations.trained_cells import TrainedCells, in_folder
 
 PANELS = (("en_GB", "full"), ("hu_HU", "full"))
 """The dates of a heat map: one whose parts change places, one whose order is ISO's."""
@@ -47,114 +42,67 @@ def run_dates(
     """
     task.babel_dates()
     check_device(settings.device)
-    before, progress = torch.get_num_threads(), Progress()
-    made = folders.make(settings.out)
-    try:
-        torch.set_num_threads(settings.threads)
-        run = _Run(settings, run_checks or attnlab.run_checks, trainer, progress, clock)
+
+    def body(progress: Progress) -> int:
+        run = _Run(settings, run_checks, trainer, progress, clock)
         run.train()
         progress.done()
         return run.report()
-    except KeyboardInterrupt:
-        progress.done()
-        print(f"interrupted; go on with: {settings.resume_command()}", file=sys.stderr)
-        return 130
-    finally:
-        progress.done()
-        folders.unmake(made)  # it stays where it holds a record
-        torch.set_num_threads(before)
+
+    return in_folder(settings.out, settings.threads, settings.resume_command(), body)
 
 
 class _Run:
     def __init__(
         self,
         settings: DatesSettings,
-        run_checks: Callable[..., Sequence[Any]],
+        run_checks: Callable[..., Sequence[Any]] | None,
         trainer: Trainer,
         progress: Progress,
         clock: Callable[[], float],
     ) -> None:
-        self.settings, self.run_checks, self.trainer = settings, run_checks, trainer
+        self.settings, self.trainer = settings, trainer
         self.progress, self.clock = progress, clock
         self.facts = provenance.collect(torch.get_num_threads())
         self.facts["versions"]["Babel"] = provenance.version("babel")
-        self.records = Records(settings.out / folders.RESULTS)
+        self.trainings = TrainedCells(
+            "dates",
+            task.VERSION,
+            settings.out,
+            self.facts,
+            progress,
+            device=settings.device,
+            run_checks=run_checks,
+        )
         self.test = training.held_out(settings.examples)
-        variant_identity.cache_clear()  # a process may run twice, with a variant edited in between
         self.cells: list[dict[str, Any]] = []
 
     def train(self) -> None:
         """Every cell that is not there yet: seed by seed, so that variants stand side by side early."""
         gates = {name: self._gate(name) for name in self.settings.variants}
         for seed in range(self.settings.seeds):
-            for name in self.settings.variants:
-                if gates[name]["status"] == "ok":
-                    self.cells.append(self._cell(name, seed))
-                else:  # its reason is the gate's, which is recorded already
-                    gate = gates[name]
-                    detail = f"conformance: {gate['detail']}"
-                    self.cells.append(
-                        {"variant": name, "seed": seed, "status": gate["status"], "detail": detail}
-                    )
-
-    def _key(self, name: str, metric: str, **more: Any) -> str:
-        return records.key_of(
-            {
-                "command": "dates",
-                "task": task.VERSION,
-                "machine": provenance.key_inputs(self.facts),
-                "device": self.settings.device,
-                "variant": {"name": NONE} if name == NONE else variant_identity(name),
-                "metric": metric,
-                **more,
-            }
-        )
+            self.cells += [self._cell(name, seed, gates[name]) for name in self.settings.variants]
 
     def _gate(self, name: str) -> dict[str, Any]:
         if name == NONE:
             return {"status": "ok"}
-        key = self._key(name, "conformance")
-        found = self.records.get(key)
-        if found is None:
-            self.progress.say(f"{name}: conformance checks")
-            verdict = judge(name, self.run_checks, device=self.settings.device)
-            found = self.records.append(
-                key,
-                verdict.status,
-                variant=name,
-                metric="conformance",
-                detail=verdict.reason,
-                value={"known": verdict.known, "checks": verdict.checks, "message": verdict.message},
-            )
-        return found
+        return self.trainings.gate(name, variant_identity(name), lambda: name)
 
-    def _cell(self, name: str, seed: int) -> dict[str, Any]:
+    def _cell(self, name: str, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
         asked = self.settings
-        key = self._key(
+        return self.trainings.cell(
             name,
+            {"name": NONE} if name == NONE else variant_identity(name),
             "exact",
-            seed=seed,
-            recipe=asdict(asked.recipe),
-            examples=asked.examples,
-            beam=asked.beam,
-            length_power=asked.length_power,
-        )
-        found = self.records.get(key)
-        if found is not None:
-            return found
-        status, detail, value = "ok", "", {}
-        try:
-            value = self._trained(name, seed)
-        except training.OverBudget as error:
-            status, detail = OVER, str(error)
-        except training.Diverged as error:
-            status, detail = "wrong", str(error)
-        except Exception as error:  # a variant's own, as it was made, trained or asked: told in its row
-            status, detail = fault(error)
-        finally:
-            gc.collect()
-        return self.records.append(
-            key, status, variant=name, seed=seed, metric="exact", detail=" ".join(detail.split()), value=value
+            lambda: self._trained(name, seed),
+            gate=gate,
+            place={"seed": seed},
+            more={
+                "recipe": asdict(asked.recipe),
+                "examples": asked.examples,
+                "beam": asked.beam,
+                "length_power": asked.length_power,
+            },
         )
 
     def _trained(self, name: str, seed: int) -> dict[str, Any]:

@@ -164,15 +164,8 @@ def settle(args: Namespace, now: datetime | None = None) -> DatesSettings:
         form=args.form,
         registry=tuple(getattr(args, "registry", None) or ()),
     )
-    if args.out is not None:
-        out = folders.asked_for(args.out)
-    else:
-        out = folders.fresh(now or datetime.now(), folders.RUNS / "dates")
-        folders.asked_for(str(out))
-    if not folders.holds_run(out):
-        folders.refuse_replacing(
-            out, [SUMMARY, *(heat_map_name(v, s) for v in settings.variants for s in range(settings.seeds))]
-        )
+    pictures = (heat_map_name(v, s) for v in settings.variants for s in range(settings.seeds))
+    out = folders.to_go_on_in(args.out, "dates", now or datetime.now(), [SUMMARY, *pictures])
     return DatesSettings(**{**vars(settings), "out": out})
 
 

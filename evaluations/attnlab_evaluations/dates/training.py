@@ -13,24 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlab import AttnlabError
 from attnlab_evaluations.dates import symbols, task
 from attnlab_evaluations.dates.recipe import Recipe
 from attnlab_evaluations.seq2seq.model import EOS, Seq2Seq
 from attnlab_evaluations.seq2seq.search import beam_search, greedy
+from attnlab_evaluations.trained_cells import Diverged, OverBudget
 
 LONGEST_ISO = 12
 """Symbols that decoding may give before it is cut off: an ISO date, its end, and one too many."""
 TEST_BATCH = 100
 BLOCK = 8
-
-
-class OverBudget(AttnlabError):
-    """The time for one training was up before its last step."""
-
-
-class Diverged(AttnlabError):
-    """The loss is no longer a finite number."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""One run of `attnlab capacity`: every variant, number of keys and seed is one durable record; tables render from them. Needs torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple
+from typing import Any
+
+import torch
+
+import attnlab
+from attnlab import AttnlabError, InvalidInput
+from attnlab_evaluations import provenance, records
+from attnlab_evaluations.capacity import report, task, training
+from attnlab_evaluations.capacity.settings import SUMMARY, CapacitySettings
+from attnlab_evaluations.chosen import Chosen
+from attnlab_evaluations.identity import variant_identity
+from attnlab_evaluations.progress import Progress
+from attnlab_evaluations.trained_cells import TrainedCells, in_folder
+
+Trainer = Callable[..., training.Trained]
+
+
+def run_capacity(
+    settings: CapacitySettings,
+    *,
+    run_checks: Callable[..., Sequence[Any]] | None = None,
+    trainer: Trainer = training.train,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Do the run, write its folder, print its tables. Returns 0; 130 at Ctrl-C.
+
+    Raises `InvalidInput` for an option's value that its variant does not take, before anything is made.
+    """
+    for chosen in settings.variants:
+        _judge_options(chosen, settings)
+
+    def body(progress: Progress) -> int:
+        run = _Run(settings, run_checks, trainer, progress, clock)
+        run.train()
+        progress.done()
+        return run.report()
+
+    return in_folder(settings.out, settings.threads, settings.resume_command(), body)
+
+
+def _judge_options(chosen: Chosen, settings: CapacitySettings) -> None:
+    """Raise what is wrong with the values that were typed; what else speaks against the variant is told in its row."""
+    if not chosen.given:
+        return
+    try:
+        training.make_memory(chosen, 0, settings.keys[0], settings.recipe.width)
+    except InvalidInput:
+        raise
+    except AttnlabError:
+        pass
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: CapacitySettings,
+        run_checks: Callable[..., Sequence[Any]] | None,
+        trainer: Trainer,
+        progress: Progress,
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings, self.trainer = settings, trainer
+        self.progress, self.clock = progress, clock
+        self.facts = provenance.collect(torch.get_num_threads())
+        self.trainings = TrainedCells(
+            "capacity", task.VERSION, settings.out, self.facts, progress, run_checks=run_checks
+        )
+        self.cells: list[dict[str, Any]] = []
+
+    def train(self) -> None:
+        """Every cell that is not there yet: the small ones of all variants and seeds first."""
+        gates = [
+            self.trainings.gate(chosen.label, _identity(chosen), lambda c=chosen: self._checked(c))  # type: ignore[misc]
+            for chosen in self.settings.variants
+        ]
+        for count in self.settings.keys:
+            for seed in range(self.settings.seeds):
+                for chosen, gate in zip(self.settings.variants, gates, strict=True):
+                    self.cells.append(self._cell(chosen, count, seed, gate))
+
+    def _checked(self, chosen: Chosen) -> Any:
+        """What the conformance checks get: the name, or an instance where options are given."""
+        if not chosen.given:
+            return chosen.name
+        return attnlab.create(chosen.name, num_heads=1, head_dim=self.settings.recipe.width, **chosen.options)
+
+    def _cell(self, chosen: Chosen, count: int, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
+        return self.trainings.cell(
+            chosen.label,
+            _identity(chosen),
+            self.settings.setting,
+            lambda: self._trained(chosen, count, seed),
+            gate=gate,
+            place={"keys": count, "seed": seed},
+            more={"recipe": asdict(self.settings.recipe)},
+        )
+
+    def _trained(self, chosen: Chosen, count: int, seed: int) -> dict[str, Any]:
+        asked = self.settings
+        where = f"{chosen.label}, {count} keys, seed {seed}"
+        trained = self.trainer(
+            chosen,
+            seed,
+            count,
+            asked.setting,
+            asked.recipe,
+            say=lambda text: self.progress.say(f"{where}: {text}"),
+            clock=self.clock,
+        )
+        return {
+            **asdict(trained.best),
+            "stopped": trained.stopped,
+            "evaluations": [astuple(evaluation) for evaluation in trained.evaluations],
+            "parameters": sum(p.numel() for p in trained.memory.parameters()),
+            "unit_length": trained.memory.unit_length,
+            "seconds": trained.seconds,
+        }
+
+    def report(self) -> int:
+        """Write the summary and print the tables; the exit code."""
+        asked = self.settings
+        notes = report.legend(self.cells, asked)
+        if any(cell["status"] in records.OPEN for cell in self.cells):
+            notes.append(f"go on with what is missing: {asked.resume_command()}")
+        summary = {
+            "schema": records.SCHEMA_VERSION,
+            "settings": asked.recorded(),
+            "trivial": {"loss": task.TRIVIAL_LOSS, "accuracy": {str(n): 1 / n for n in asked.keys}},
+            "cells": self.cells,
+            "notes": notes,
+            "provenance": self.facts,
+        }
+        text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
+        records.write_text(asked.out / SUMMARY, text + "\n")
+        lines = [report.tables(self.cells, asked), *notes, f"run folder: {asked.out}"]
+        print(text if asked.form == "json" else "\n".join(lines))
+        return 0
+
+
+def _identity(chosen: Chosen) -> dict[str, Any]:
+    return {**variant_identity(chosen.name), "given": chosen.options}
