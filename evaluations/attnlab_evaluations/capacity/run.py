@@ -139,9 +139,10 @@ class _Run:
             "provenance": self.facts,
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
-        records.write_text(asked.out / SUMMARY, text + "\n")
         lines = [report.tables(self.cells, asked), *notes, f"run folder: {asked.out}"]
         print(text if asked.form == "json" else "\n".join(lines))
+        # After the table, which nobody should lose because a disk is full.
+        records.write_text(asked.out / SUMMARY, text + "\n")
         return 0
 
 

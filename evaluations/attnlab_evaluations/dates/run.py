@@ -167,7 +167,6 @@ class _Run:
             "provenance": self.facts,
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
-        records.write_text(asked.out / SUMMARY, text + "\n")
         if asked.form == "json":
             print(text)
         else:
@@ -175,6 +174,8 @@ class _Run:
             table = report.table(self.cells, asked.variants, asked.seeds, asked.beam)
             lines = [table, report.legend(asked), *notes, *said, f"run folder: {asked.out}"]
             print("\n".join(lines))
+        # After the table, which nobody should lose because a disk is full.
+        records.write_text(asked.out / SUMMARY, text + "\n")
         return 1 if asked.check and not all(goal["reached"] for goal in goals) else 0
 
     def _heat_maps(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, field
@@ -137,8 +138,10 @@ def configure(parser: ArgumentParser) -> None:
 
 def settle(args: Namespace, now: datetime | None = None) -> DatesSettings:
     """`DatesSettings` from parsed arguments; `InvalidInput` or `UnknownVariant` for what makes no sense."""
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        raise InvalidInput(f"--device: expected cpu or cuda, got {args.device!r}; leave --device out for cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+        raise InvalidInput(
+            f"--device: expected cpu, cuda or cuda:1, got {args.device!r}; leave --device out for cpu"
+        )
     beam = number("--beam", args.beam, int, 1, MOST_BEAM)
     if args.length_power is not None and beam == 1:
         raise InvalidInput(
@@ -156,7 +159,7 @@ def settle(args: Namespace, now: datetime | None = None) -> DatesSettings:
         ),
         examples=number("--examples", args.examples, int, 1, MOST_EXAMPLES),
         beam=beam,
-        length_power=number("--length-power", args.length_power or "0", float, 0, MOST_POWER),
+        length_power=number("--length-power", "0" if args.length_power is None else args.length_power, float, 0, MOST_POWER),
         budget=number("--budget", args.budget, float, 1),
         threads=number("--threads", args.threads, int, 1, MOST_THREADS),
         device=args.device,

@@ -202,3 +202,13 @@ def test_what_was_published_stands_beside_at_its_width_only():
     assert "published: best loss, Schlag et al. 2021" in legend[-1]
     table, legend = tables([cell(0, 0.5, 1.0)])
     assert "published" not in table + "".join(legend)
+
+
+def test_a_summary_that_cannot_be_written_costs_no_table(run, tmp_path, capsys, monkeypatch):
+    def full(path, text):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("attnlab_evaluations.records.write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(tmp_path, seeds=1)
+    assert "linearised" in capsys.readouterr().out
