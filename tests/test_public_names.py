@@ -22,6 +22,7 @@ PUBLIC = [
     "Call",
     "Capabilities",
     "FeatureMapAttention",
+    "GateProjections",
     "GateSpec",
     "GoldenCase",
     "InvalidInput",

@@ -28,6 +28,7 @@ _HOMES = {
     "Call": "attnlab.call",
     "Capabilities": "attnlab.capabilities",
     "FeatureMapAttention": "attnlab.families.feature_map",
+    "GateProjections": "attnlab.modules",
     "GateSpec": "attnlab.capabilities",
     "GoldenCase": "attnlab.formulas",
     "InvalidInput": "attnlab.errors",
@@ -65,6 +66,7 @@ __all__ = [
     "Call",
     "Capabilities",
     "FeatureMapAttention",
+    "GateProjections",
     "GateSpec",
     "GoldenCase",
     "InvalidInput",
@@ -120,7 +122,7 @@ if TYPE_CHECKING:
     from attnlab.hooks import hookimpl
     from attnlab.interface import Attention
     from attnlab.mask import AttentionMask
-    from attnlab.modules import MultiHeadAttention
+    from attnlab.modules import GateProjections, MultiHeadAttention
     from attnlab.registry import Registry
     from attnlab.request import Request
     from attnlab.state import CacheState, LinearState, ProjectedState, RecurrentState, State

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from attnlab._gate import autocast_on
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
-from attnlab.capabilities import GateSpec
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
@@ -91,12 +90,7 @@ class MultiHeadAttention(nn.Module):
         self.key_projection = nn.Linear(self.kdim, made.num_kv_heads * made.key_dim, bias=bias)
         self.value_projection = nn.Linear(self.vdim, made.num_kv_heads * made.value_dim, bias=bias)
         self.out_projection = nn.Linear(made.num_heads * made.value_dim, embed_dim, bias=bias)
-        self.gate_projections = nn.ModuleDict(
-            {
-                name: nn.Linear(self.kdim, made.num_kv_heads * _gate_width(spec, made))
-                for name, spec in made.gates.items()
-            }
-        )
+        self.gate_projections = GateProjections(made, self.kdim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -160,7 +154,7 @@ class MultiHeadAttention(nn.Module):
             self.value_projection(value).unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)
         )  # [B, Hkv, Lk, Dv]
         if self.gate_projections and "gates" not in arguments:
-            arguments["gates"] = {n: self._gate(n, key, made) for n in self.gate_projections}
+            arguments["gates"] = self.gate_projections(key)
         if self.training and self.dropout:
             arguments["dropout_p"] = self.dropout
         result: AttentionOutput = made(q, k, v, **arguments)
@@ -181,16 +175,24 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, batch_first={self.batch_first}"
 
-    def _gate(self, name: str, source: Tensor, made: Attention) -> Tensor:
-        spec = made.gates[name]
-        raw = self.gate_projections[name](source)  # [B, L, Hkv * width]
-        shaped = raw.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, L, width]
-        gate = torch.sigmoid(shaped) if spec.range == "(0,1)" else F.logsigmoid(shaped)
+
+class GateProjections(nn.ModuleDict):
+    """The gates that a variant declares, each projected from an input `[B, L, width]`: sigmoid for `(0,1)`, log-sigmoid for `<=0`."""
+
+    def __init__(self, variant: Attention, width: int) -> None:
+        self._specs, self._heads = dict(variant.gates), variant.num_kv_heads
+        sizes = {n: variant.key_dim if spec.shape.endswith("Dk]") else 1 for n, spec in self._specs.items()}
+        super().__init__({n: nn.Linear(width, self._heads * size) for n, size in sizes.items()})
+
+    def forward(self, source: Tensor) -> dict[str, Tensor]:
+        """`[B, Hkv, L]` or `[B, Hkv, L, Dk]` by name, as `forward` of the variant takes them."""
+        return {name: self._gate(name, source) for name in self}
+
+    def _gate(self, name: str, source: Tensor) -> Tensor:
+        spec = self._specs[name]
+        raw = self[name](source).unflatten(-1, (self._heads, -1)).transpose(1, 2)  # [B, Hkv, L, width]
+        gate = torch.sigmoid(raw) if spec.range == "(0,1)" else F.logsigmoid(raw)
         return gate if spec.shape.endswith("Dk]") else gate[..., 0]
-
-
-def _gate_width(spec: GateSpec, made: Attention) -> int:
-    return made.key_dim if spec.shape.endswith("Dk]") else 1
 
 
 def _without_absent(

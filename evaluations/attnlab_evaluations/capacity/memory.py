@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnlab
-from attnlab import Attention, GateSpec, UnsupportedRequest
+from attnlab import Attention, GateProjections, UnsupportedRequest
 from attnlab_evaluations.capacity.task import Sequences
 
 
@@ -48,12 +48,7 @@ class AssociativeMemory(nn.Module):
             )
         self.attention: Attention = made
         self.unit_length = bool(made.gates) or made.family == "recurrent"
-        self.gate_projections = nn.ModuleDict(
-            {
-                name: nn.Linear(count + embedding, _gate_width(spec, width))
-                for name, spec in made.gates.items()
-            }
-        )
+        self.gate_projections = GateProjections(made, count + embedding)
 
     def forward(self, written: Sequences) -> Tensor:
         """`[B, N, N]`: for each of the N keys what the memory answers, once the sequences are written."""
@@ -63,19 +58,7 @@ class AssociativeMemory(nn.Module):
         query = self.query_projection(self.table).expand(len(v), 1, -1, -1)  # [B, 1, N, D]
         if self.unit_length:
             key, query = F.normalize(key, dim=-1), F.normalize(query, dim=-1)
-        gates = {name: self._gate(name, pairs) for name in self.gate_projections}
+        gates = self.gate_projections(pairs)
         scale = 1.0 if self.unit_length and self.attention.capabilities.scale else None
         out: Tensor = self.attention(query, key, v[:, None], gates=gates or None, scale=scale).out
         return out[:, 0]  # [B, 1, N, N] -> [B, N, N]
-
-    def _gate(self, name: str, pairs: Tensor) -> Tensor:
-        spec, raw = (
-            self.attention.gates[name],
-            self.gate_projections[name](pairs)[:, None],
-        )  # [B, 1, L, 1 or D]
-        gate = torch.sigmoid(raw) if spec.range == "(0,1)" else F.logsigmoid(raw)
-        return gate if spec.shape.endswith("Dk]") else gate[..., 0]
-
-
-def _gate_width(spec: GateSpec, width: int) -> int:
-    return width if spec.shape.endswith("Dk]") else 1

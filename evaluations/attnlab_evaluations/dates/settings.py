@@ -159,7 +159,9 @@ def settle(args: Namespace, now: datetime | None = None) -> DatesSettings:
         ),
         examples=number("--examples", args.examples, int, 1, MOST_EXAMPLES),
         beam=beam,
-        length_power=number("--length-power", "0" if args.length_power is None else args.length_power, float, 0, MOST_POWER),
+        length_power=number(
+            "--length-power", "0" if args.length_power is None else args.length_power, float, 0, MOST_POWER
+        ),
         budget=number("--budget", args.budget, float, 1),
         threads=number("--threads", args.threads, int, 1, MOST_THREADS),
         device=args.device,
