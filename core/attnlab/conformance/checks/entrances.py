@@ -54,7 +54,7 @@ def _entrances(
     yield lambda: variant.forward(*tensors, **{**inputs.arguments, **asked})
     import attnlab
 
-    if variant.parameter_free and variant.name in attnlab.default_registry():
+    if variant.parameter_free and _is_what_its_name_makes(variant, inputs.case):
         yield lambda: attnlab.attend(*tensors, variant=variant.name, **{**inputs.arguments, **asked})
     if feature == "dropout":  # MultiHeadAttention is told when it is made
         return
@@ -64,6 +64,16 @@ def _entrances(
     module = module.to(inputs.query.device, inputs.query.dtype)
     x = inputs.query.new_zeros(case.batch, case.query_length, width)
     yield lambda: module(x, **asked)
+
+
+def _is_what_its_name_makes(variant: Any, case: Case) -> bool:
+    """Whether `attend()` by its name calls one like it: an instance may have options that its registry row has not."""
+    import attnlab
+
+    if variant.name not in attnlab.default_registry():
+        return False
+    made = attnlab.create(variant.name, **case.geometry)
+    return type(made) is type(variant) and made.options == variant.options
 
 
 def check_unknown_arguments_are_rejected(variant: Any, case: Case) -> None:
