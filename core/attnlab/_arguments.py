@@ -164,15 +164,14 @@ def _check_float(name: str, word: str, value: Any, query: Tensor) -> None:
 
 def _check_gates(variant: Attention, gates: Mapping[str, Tensor] | None, key: Tensor) -> None:
     name, specs = variant.name, variant.gates
+    needed = ", ".join(f"{g}: {s.shape} in {s.range}" for g, s in specs.items()) or "none"
     if not isinstance(gates, Mapping):
-        needed = ", ".join(f"{g}: {s.shape} in {s.range}" for g, s in specs.items())
         raise InvalidInput(
             f"{name}: gates must be a mapping with {needed}, got {type(gates).__name__}; pass gates={{...}}"
         )
     if set(gates) != set(specs):
-        raise InvalidInput(
-            f"{name}: gates must be exactly {', '.join(sorted(specs)) or 'none'}, got {', '.join(map(str, sorted(gates))) or 'none'}"
-        )
+        given = ", ".join(sorted(map(str, gates))) or "none"
+        raise InvalidInput(f"{name}: gates must be exactly {needed}, got {given}")
     shape = list(key.shape)
     for gate, value in gates.items():
         _check_float(name, f"gate {gate}", value, key)

@@ -52,6 +52,7 @@ class Attention(nn.Module):
         conflicts: declared capabilities that do not combine: `(("state", "weights"), "why")`.
         known_failures: conformance checks that it is known to fail, by name; always strict.
         state_type: the class of its states, where it declares `state`.
+        qk_l2norm: whether it is meant for queries and keys of unit length, which `MultiHeadAttention` then gives it.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
             nothing says False, and its calls are judged by their bits alone.
 
@@ -69,6 +70,7 @@ class Attention(nn.Module):
     conflicts: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
     known_failures: ClassVar[Mapping[str, KnownFailure]] = MappingProxyType({})
     state_type: ClassVar[type[State]] = State
+    qk_l2norm: ClassVar[bool] = False
     refuses_more: bool = True
     name: str = ""
 

@@ -24,8 +24,8 @@ class MultiHeadAttention(nn.Module):
     Args: embed_dim width of query and output; num_heads, must divide it; variant a registered name or an `Attention`;
     num_kv_heads key/value heads (grouped-query attention); kdim, vdim widths of key and value inputs (default embed_dim); bias of
     the projections; dropout probability of the weights, in training only; batch_first `[B, L, E]` (False: `[L, B, E]`);
-    options of the variant. Gates that the variant declares are projected from the key input, sigmoid for `(0,1)`, log-sigmoid
-    for `<=0`. Raises what `attnlab.create` raises, and `InvalidInput` for widths that do not divide.
+    options of the variant. Queries and keys are made to unit length where the variant asks for it (`qk_l2norm`: the delta rules).
+    Gates that the variant declares are projected from the key input by `GateProjections`. Raises what `attnlab.create` raises, and `InvalidInput` for widths that do not divide.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MultiHeadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform projections with zero biases, as Transformers are trained."""
+        """Xavier-uniform projections with zero biases, as Transformers are trained; gates as `GateProjections` has them."""
         for projection in (
             self.query_projection,
             self.key_projection,
@@ -104,6 +104,7 @@ class MultiHeadAttention(nn.Module):
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+        self.gate_projections.reset_parameters()
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **arguments: Any
@@ -153,6 +154,8 @@ class MultiHeadAttention(nn.Module):
         v = (
             self.value_projection(value).unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)
         )  # [B, Hkv, Lk, Dv]
+        if made.qk_l2norm:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.gate_projections and "gates" not in arguments:
             arguments["gates"] = self.gate_projections(key)
         if self.training and self.dropout:
@@ -167,22 +170,37 @@ class MultiHeadAttention(nn.Module):
         capacity: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **further: Any,
     ) -> Any:
-        """The variant's empty state, by default on the projections' device and in their dtype."""
+        """The variant's empty state, by default on the projections' device and in their dtype; `initial=` for recurrences."""
         like = self.key_projection.weight
-        return self.attention.init_state(batch, capacity, device or like.device, dtype or like.dtype)
+        return self.attention.init_state(
+            batch, capacity, device or like.device, dtype or like.dtype, **further
+        )
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, batch_first={self.batch_first}"
 
 
 class GateProjections(nn.ModuleDict):
-    """The gates that a variant declares, each projected from an input `[B, L, width]`: sigmoid for `(0,1)`, log-sigmoid for `<=0`."""
+    """The gates that a variant declares, each projected from an input `[B, L, width]`: sigmoid for `(0,1)`, log-sigmoid for `<=0`.
+
+    Decays begin near `log-sigmoid(4) = -0.018`, so that half of a memory is left after 38 tokens; from a bias of 0 it would be one.
+    """
 
     def __init__(self, variant: Attention, width: int) -> None:
         self._specs, self._heads = dict(variant.gates), variant.num_kv_heads
         sizes = {n: variant.key_dim if spec.shape.endswith("Dk]") else 1 for n, spec in self._specs.items()}
         super().__init__({n: nn.Linear(width, self._heads * size) for n, size in sizes.items()})
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear` has it, the biases of decays at 4."""
+        for name, projection in self.items():
+            assert isinstance(projection, nn.Linear)
+            projection.reset_parameters()
+            if self._specs[name].range == "<=0":
+                nn.init.constant_(projection.bias, 4.0)
 
     def forward(self, source: Tensor) -> dict[str, Tensor]:
         """`[B, Hkv, L]` or `[B, Hkv, L, Dk]` by name, as `forward` of the variant takes them."""

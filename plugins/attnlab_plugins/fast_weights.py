@@ -81,7 +81,8 @@ class DeltaRuleAttention(FastWeightsAttention):
     Secretly Fast Weight Programmers", eq. 24, without their normalisations of q and k.
 
     Gate `beta [B, Hkv, Lk]` in (0, 1) is the writing strength: 1 with keys of unit length replaces what the key held, 0 writes
-    nothing. Keys longer than `sqrt(2 / beta)` make the memory grow without bound. Reads and chunks as `fast_weights`. Parameter-free.
+    nothing. Keys longer than `sqrt(2 / beta)` make the memory grow without bound, and close to that length a digit is lost in
+    float32; `MultiHeadAttention` gives keys and queries unit length. Reads and chunks as `fast_weights`. Parameter-free.
     """
 
     name = "delta_rule"
@@ -89,6 +90,7 @@ class DeltaRuleAttention(FastWeightsAttention):
     gates = MappingProxyType({"beta": _BETA})
     capabilities = replace(FastWeightsAttention.capabilities, gates=True)
     corrects = True
+    qk_l2norm = True
 
 
 class _Fading(FastWeightsAttention):
@@ -168,4 +170,5 @@ class GatedDeltaAttention(_Fading):
     formula = "gated_delta"
     gates = MappingProxyType({"beta": _BETA, "log_decay": _DECAY["head"]})
     corrects = True
+    qk_l2norm = True
     decays = ("head", "channel")

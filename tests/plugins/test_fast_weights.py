@@ -77,8 +77,12 @@ def test_its_gradients_match_finite_differences_over_more_tokens_than_a_segment(
     ("gates", "words"),
     [
         (None, r"gates must be a mapping with beta: \[B,Hkv,Lk\] in \(0,1\), got NoneType"),
-        ({}, "gates must be exactly beta, got none"),
-        ({"gamma": torch.ones(1, 1, 3)}, "gates must be exactly beta, got gamma"),
+        ({}, r"gates must be exactly beta: \[B,Hkv,Lk\] in \(0,1\), got none"),
+        ({"gamma": torch.ones(1, 1, 3)}, "gates must be exactly beta: .*, got gamma"),
+        (
+            {1: torch.ones(1, 1, 3), "beta": torch.ones(1, 1, 3)},
+            "gates must be exactly beta: .*, got 1, beta",
+        ),
         ({"beta": torch.ones(1, 3)}, r"gate beta must be \[B,Hkv,Lk\] = \[1, 1, 3\], got \[1, 3\]"),
         ({"beta": torch.ones(1, 1, 3, 2)}, r"got \[1, 1, 3, 2\]"),
         ({"beta": torch.ones(1, 1, 3).long()}, "gate beta must be a floating-point tensor, got int64"),
@@ -312,3 +316,79 @@ def test_a_model_projects_the_gates_that_a_name_declares() -> None:
         assert {n: p.out_features for n, p in module.gate_projections.items()} == widths
         x = torch.randn(2, 70, 16)
         assert module(x, causal=True).out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["delta_rule", "gated_delta", "gated", "retention"])
+def test_a_model_starts_within_range_and_remembers(name: str) -> None:
+    """Projected keys are about 8 long: uncorrected, the delta rule diverges within ten tokens. Decays start far from -0.7."""
+    module = attnlab.MultiHeadAttention(512, 8, variant=name)
+    x = torch.randn(2, 200, 512)
+    out = module(x, causal=True).out
+    assert out.isfinite().all()
+    assert out.abs().max() < 100
+    if "log_decay" in module.gate_projections:
+        assert module.gate_projections(x)["log_decay"].mean() > -0.1
+        module.gate_projections["log_decay"].bias.data.zero_()
+        module.reset_parameters()
+        assert (module.gate_projections["log_decay"].bias == 4).all()
+
+
+def test_a_model_of_the_delta_rule_is_the_variant_on_unit_keys_and_queries() -> None:
+    module = attnlab.MultiHeadAttention(16, 2, variant="delta_rule").double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    q, k, v = (
+        projection(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        for projection in (module.query_projection, module.key_projection, module.value_projection)
+    )
+    unit = torch.nn.functional.normalize
+    gates = module.gate_projections(x)
+    inner = module.attention(unit(q, dim=-1), unit(k, dim=-1), v, causal=True, gates=gates).out
+    wanted = module.out_projection(inner.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x, causal=True).out, wanted, **CLOSE)
+
+
+def test_a_model_begins_with_a_given_memory() -> None:
+    module = attnlab.MultiHeadAttention(16, 2, variant="gated_delta")
+    initial = torch.randn(2, 2, 8, 8)
+    assert torch.equal(module.init_state(2, initial=initial).memory, initial)
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("reset", [-20.0, -1000.0, -torch.inf])
+def test_what_follows_a_reset_is_as_exact_as_the_rest(decay: str, reset: float) -> None:
+    variant = create("gated", num_heads=1, head_dim=16, decay=decay)
+    q, k, v = (torch.randn(1, 1, 64, 16, dtype=torch.float64) for _ in range(3))
+    g = -0.1 * torch.rand(1, 1, 64, *([16] if decay == "channel" else []), dtype=torch.float64)
+    g[:, :, 9::8] = reset
+    wanted = variant(q, k, v, causal=True, gates={"log_decay": g}).out
+    got = variant(q.float(), k.float(), v.float(), causal=True, gates={"log_decay": g.float()}).out
+    # Sums of some 16 products of a few hundred terms each; log-decays of 0.1 are rounded before they are added up.
+    assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gated", "delta_rule"])
+def test_gradients_by_torch_func_are_autograds(name: str) -> None:
+    variant = create(name, num_heads=2, head_dim=D, value_dim=3)
+    q, k, v = tokens(70)
+    gates = gates_of(variant, 70)
+
+    def total(q: Tensor) -> Tensor:
+        return variant(q, k, v, causal=True, gates=gates).out.square().sum()
+
+    leaf = q.clone().requires_grad_()
+    total(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(total)(q), leaf.grad, **CLOSE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fast_weights", "gated_delta", "gated"])
+def test_a_compiled_graph_serves_every_length_of_as_many_chunks(name: str) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    variant = create(name, num_heads=2, head_dim=D, value_dim=3)
+    compiled = torch.compile(variant, backend=counter, dynamic=True)
+    for length in (70, 80, 90, 94, 75):
+        compiled(*tokens(length), causal=True, gates=gates_of(variant, length) or None)
+    assert counter.frame_count == 1

@@ -61,7 +61,7 @@ def chunked_recurrence(
     tokens = _Tokens(*(None if x is None else x.flatten(0, 1) for x in (query, key, value, beta, log_decay)))  # type: ignore[arg-type]
     state, outs = memory.flatten(0, 1), []
     blocks = -(-length // BLOCK)
-    for i in range(blocks):  # a graph depends on the number of blocks, not on the length
+    for i in range(blocks):  # a graph depends on the number of chunks, not on the length
         some = tokens.part(i * BLOCK, length if i == blocks - 1 else (i + 1) * BLOCK)
         out, state = _block(state, some, corrects, chunk, recording)
         outs.append(out)

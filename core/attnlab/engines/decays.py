@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from attnlab.engines.recomputing import recomputed
 
 SUBCHUNK = 8  # tokens between which the decays of each channel are formed pair by pair
 # e to this is 0 in every dtype, as e to -inf is, of which no difference could be taken.
@@ -90,7 +91,9 @@ class _OfChannels(Decays):
             start = total[:, :, a - 1 : a] if a else torch.zeros_like(total[:, :, :1])
             since = total[:, :, a:b] - start
             mine = left[:, :, :, a:b]
-            inside = self._pairs(mine, right[:, :, a:b], since.to(self._dtype)).tril(diagonal)
+            near = (mine, right[:, :, a:b], since)
+            inside = recomputed(_pair_products, *near) if self._recording else _pair_products(*near)
+            inside = inside.tril(diagonal)
             parts = [inside, inside.new_zeros(*inside.shape[:-1], size - b)]
             if a:
                 before = right[:, :, :a] * self._factor(start - total[:, :, :a])
@@ -103,15 +106,9 @@ class _OfChannels(Decays):
     def _factor(self, exponent: Tensor) -> Tensor:
         return exponent.to(self._dtype).exp()
 
-    def _pairs(self, left: Tensor, right: Tensor, since: Tensor) -> Tensor:
-        if self._recording and not torch.compiler.is_compiling():
-            made: Tensor = checkpoint(_pair_products, left, right, since, use_reentrant=False)
-            return made
-        return _pair_products(left, right, since)
-
 
 def _pair_products(left: Tensor, right: Tensor, since: Tensor) -> Tensor:
-    """Those of few tokens, channel by channel: what lies above the diagonal says nothing."""
+    """Those of few tokens, channel by channel, for `since [X, N, c, D]` in float64: what lies above the diagonal says nothing."""
     ahead = torch.ones(since.shape[2], since.shape[2], dtype=torch.bool, device=since.device).triu(1)
     apart = (since[:, :, :, None] - since[:, :, None]).masked_fill(ahead[..., None], 0)  # [X, N, c, c, D]
-    return torch.einsum("xngid,xnijd->xngij", left, apart.exp() * right[:, :, None])
+    return torch.einsum("xngid,xnijd->xngij", left, apart.to(left.dtype).exp() * right[:, :, None])

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from attnlab.engines.recomputing import recomputed
 
 SEGMENT = 64
 
@@ -47,14 +48,10 @@ def scan_recurrence(
         return (memory, *outs)
 
     outs: list[Tensor] = []
-    segmented = recording and length > SEGMENT and not torch.compiler.is_compiling()
+    segmented = recording and length > SEGMENT
     for start in range(0, length, SEGMENT):
         stop = min(start + SEGMENT, length)
-        made = (
-            checkpoint(run, memory, start, stop, use_reentrant=False)
-            if segmented
-            else run(memory, start, stop)
-        )
+        made = recomputed(run, memory, start, stop) if segmented else run(memory, start, stop)
         memory = made[0]
         outs.extend(made[1:])
     return outs, memory

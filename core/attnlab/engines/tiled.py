@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attnlab.engines.heads import accumulation_dtype, expand_heads, in_own_precision
 from attnlab.engines.isolating import all_finite, cleaned, cleaned_rows, nonfinite_sums
+from attnlab.engines.recomputing import recomputed
 from attnlab.errors import InvalidInput
 from attnlab.visibility import Visibility
 
@@ -231,12 +231,13 @@ class _Job:
     def row_recorded(self, q0: int, q1: int, tk: int) -> tuple[Tensor, Tensor | None]:
         """A row block whose tiles are recomputed in backward, but for the first block: `(out, lse)`."""
         tiles = self._tiles(q0, q1, tk)
-        again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.how.dropout_p > 0}
+        again: Any = partial(recomputed, random=self.how.dropout_p > 0)
         if len(tiles) == 1:
             # The first in any case: backward takes as much memory for another.
             kept = q0 == 0 or _kept(q1 * self.key.shape[2], self.query.shape[0] * self.heads)
-            run: Any = self.row_alone if kept else partial(checkpoint, self.row_alone, **again)
-            alone: tuple[Tensor, Tensor | None] = run(q0, q1, *tiles[0])
+            if kept:
+                return self.row_alone(q0, q1, *tiles[0])
+            alone: tuple[Tensor, Tensor | None] = again(self.row_alone, q0, q1, *tiles[0])
             return alone
         with torch.no_grad():
             m = self.query.new_full((*self.query.shape[:2], q1 - q0, 1), -torch.inf, dtype=self.dtype)
@@ -247,7 +248,7 @@ class _Job:
         n: Any = self.value.new_zeros(*top.shape[:3], self.value.shape[3], dtype=self.dtype)
         z: Any = torch.zeros_like(top)
         for k0, k1 in tiles:
-            tile_n, tile_z = checkpoint(self._sums, q0, q1, k0, k1, top, **again)
+            tile_n, tile_z = again(self._sums, q0, q1, k0, k1, top)
             n, z = n + tile_n, z + tile_z
         if not tiles:  # nobody sees anything: zeros that stay in the graph
             n = n + (self.query[..., :0].sum() + self.key[..., :0].sum() + self.value[..., :0].sum())

@@ -95,14 +95,13 @@ class RecurrentAttention(Attention):
         def run(
             memory: Tensor, start: int, stop: int, query: Tensor | None = None
         ) -> tuple[Tensor | None, Tensor]:
-            at = slice(start, stop)
             return self.scan(
                 memory,
                 query,
-                k[:, :, at],
-                v[:, :, at],
-                {n: g[:, :, at] for n, g in gates.items()},
-                None if present is None else present[:, at],
+                k[:, :, start:stop],  # a slice object would tie a graph to the length
+                v[:, :, start:stop],
+                {n: g[:, :, start:stop] for n, g in gates.items()},
+                None if present is None else present[:, start:stop],
                 recording=call.recording,
             )
 

@@ -46,6 +46,10 @@ class AssociativeMemory(nn.Module):
             raise UnsupportedRequest(
                 f"{made.name} declares no cross lengths, so its queries stand among the keys; capacity asks after the last"
             )
+        if not (made.capabilities.position_free or made.family == "recurrent"):
+            raise UnsupportedRequest(
+                f"{made.name} weighs keys by their places, which a question asked after the last pair has not"
+            )
         self.attention: Attention = made
         self.unit_length = bool(made.gates) or made.family == "recurrent"
         self.gate_projections = GateProjections(made, count + embedding)

@@ -23,7 +23,7 @@ SEEDS, THREADS = 3, 1
 LEAST_KEYS, MOST_KEYS, MOST_WIDTH, MOST_SEEDS, MOST_STEPS = 2, 4096, 4096, 1000, 10**6
 EXAMPLES = f"""\
 examples:
-  attnlab capacity                                   softmax, linearised and the delta rule, at 8 to 48 keys
+  attnlab capacity                                   softmax, linearised by several maps, the delta rule; 8 to 48 keys
   attnlab capacity --setting overwrite --keys 12     keys come back with other values: the last one counts
   attnlab capacity linearised linearised:feature_map=exp 'multiplicative*' --keys 16
   attnlab capacity dot_product --keys 20 40 60 --width 64 --max-steps 20000

@@ -6,9 +6,10 @@ features are these factors for m rows w, orthogonal by blocks (their lemma 1 and
 Stabilisers. A query's largest feature divides its row, and cancels in the quotient. A key has none that depends on its content:
 one of its own would change its weight beside other keys, and one of all keys would let the future, batch mates and the split
 into calls be felt. It needs none against overflow: `w^T k - |k|^2 / 2 <= |w|^2 / 2`, with equality at k = w. What the longest
-row leaves free below `exp(60)` (float64: `exp(600)`) is one factor for all keys, which cancels, and keeps long keys from
-underflow. Rows have a squared length of about D: beyond widths near 64 the longest leaves nothing, and features are held to
-`exp(60)`, which only keys close to such a row can reach, about `D^(3/4)` long.
+row leaves free below `exp(20)` (float64: `exp(200)`, so that cubes of sums, which second derivatives divide by, stay in range) is
+one factor for all keys, which cancels, and keeps long keys from underflow. Rows have a squared length of about D: beyond
+widths near 32 the longest leaves nothing. Features are held to `exp(60)` (float64: `exp(600)`), which only keys close to a row
+longer than that can reach, about `D^(3/4)` long.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def favor(x: Tensor, w: Tensor, role: Literal["query", "key"]) -> Tensor:
     if role == "query":
         return exp_below_top(logs)
     most = largest_exponent(x.dtype)
-    free = (most - w.to(x).square().sum(-1).amax() / 2).clamp(min=0)
+    free = (most / 3 - w.to(x).square().sum(-1).amax() / 2).clamp(min=0)
     # Not exp(logs + free), whose sum is rounded; nor exp(logs) exp(free), whose first factor underflows.
     half = torch.exp(torch.minimum(logs, most - free) / 2) * torch.exp(free / 2)
     return half.square()

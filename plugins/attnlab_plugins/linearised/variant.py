@@ -63,9 +63,10 @@ class LinearisedAttention(FeatureMapAttention):
     - `"favor"`: `exp(w x' - |x'|^2 / 2) / sqrt(m)`, P = m = `num_features` (default `D ln D`, and D at least); Choromanski et al.
       2020, "Rethinking Attention with Performers", lemma 1. The m rows of the buffer `w [m, D]`, one for all heads, are Gaussian
       vectors, orthogonal in blocks of D; they come from `seed` (default 0). The kernel is the softmax's in the mean over
-      seeds. `redraw_interval=n` draws anew after every n calls in training (none is counted that goes on from a state, or that
-      `torch.utils.checkpoint` repeats), `redraw()` by hand: the next of the draws that the seed determines. The buffer `drawn`
-      holds its number and the calls since. Keys with `|k|^2 / (2 sqrt(D))` above 80 to 130, by D, underflow in float32.
+      seeds. `redraw_interval=n` draws anew after every n calls in training of which autograd keeps a record (none is counted
+      that goes on from a state, or that `torch.utils.checkpoint` repeats), `redraw()` by hand: the next of the draws that the
+      seed determines. A state made before sums other features. The buffer `drawn` holds the draw's number and the calls
+      since. Keys with `|k|^2 / (2 sqrt(D))` above 80 to 105, by D, underflow in float32.
     - `"hedgehog"`: `[softmax(W x + b), softmax(-(W x + b))]`, P = 2 D; Zhang et al. 2024, "The Hedgehog & the Porcupine", section
       4.2. Learned for each head: `W_q [Hq, D, D]`, `b_q [Hq, D]` for queries, `W_k [Hkv, D, D]`, `b_k [Hkv, D]` for keys,
       which start as identity and 0. Products of saturated features underflow.
@@ -171,10 +172,10 @@ class LinearisedAttention(FeatureMapAttention):
             self.drawn = torch.tensor([number, 0], device=self.drawn.device)
         self._since = 0
 
-    def _count_call(self, call: Call) -> None:
+    def _count_call(self, call: Call, recorded: bool) -> None:
         """Redraw where it is due. A past that is summed up keeps its features, a recomputation within a backward as well."""
         continues = call.state is not None and call.state.length > 0
-        if not self.training or continues or torch._C._current_graph_task_id() != -1:
+        if not self.training or not recorded or continues or torch._C._current_graph_task_id() != -1:
             return
         if self._since is None:
             self._since = int(self.drawn[1])
@@ -206,8 +207,9 @@ class LinearisedAttention(FeatureMapAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         if self.kind == "cosformer":
             require_near(self.name, call.visibility, self.options["max_length"])
-        elif self.options["redraw_interval"] is not None:
-            self._count_call(call)
+        elif self.options["redraw_interval"] is not None and torch.is_grad_enabled():
+            recorded = query.requires_grad or key.requires_grad or value.requires_grad
+            self._count_call(call, recorded)
         return super().attend(query, key, value, call)
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:

@@ -178,10 +178,10 @@ def test_where_all_keys_underflow_the_output_is_zero() -> None:
 # -- draws ---------------------------------------------------------------------------------------------------------
 
 
-def seen(variant: Any, calls: int) -> list[tuple[int, int]]:
+def seen(variant: Any, calls: int, recorded: bool = True) -> list[tuple[int, int]]:
     """The draw that each of so many calls was made with, as `(number, sum of bits)`."""
     found = []
-    x = torch.randn(1, 1, 3, 4)
+    x = torch.randn(1, 1, 3, 4, requires_grad=recorded)
     for _ in range(calls):
         variant(x, x, x)
         found.append((int(variant.drawn[0]), hash(tuple(variant.w.flatten().tolist()))))
@@ -193,6 +193,10 @@ def test_training_draws_anew_by_schedule_and_evaluation_does_not() -> None:
     assert [number for number, _ in seen(variant.train(), 8)] == [0, 0, 0, 1, 1, 1, 2, 2]
     assert [number for number, _ in seen(variant.eval(), 5)] == [2] * 5
     assert [number for number, _ in seen(favor(4).train(), 5)] == [0] * 5
+    without = favor(4, redraw_interval=1).train()
+    assert [number for number, _ in seen(without, 4, recorded=False)] == [0] * 4
+    with torch.no_grad():
+        assert [number for number, _ in seen(without, 4)] == [0] * 4
 
 
 def test_a_schedule_is_repeated_by_its_seed_and_goes_on_from_a_state_dict() -> None:
@@ -268,3 +272,12 @@ def test_steps_agree_with_one_call(make: Any) -> None:
     torch.testing.assert_close(torch.cat(outs, 2), variant(q, k, v, causal=True).out, **CLOSE)
     with pytest.raises(UnsupportedRequest):
         variant(q, k, v, causal=True, scale=0.5)
+
+
+@pytest.mark.parametrize("width", [1, 4, 64])
+def test_second_derivatives_are_right(width: int) -> None:
+    variant = create("linearised_favor", num_heads=1, head_dim=width).double()
+    inputs = [torch.randn(1, 1, 4, width, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradgradcheck(
+        lambda q, k, v: variant(q, k, v, causal=True).out, inputs, fast_mode=True
+    )
