@@ -186,6 +186,16 @@ def test_a_decay_long_ago_does_not_round_those_of_today() -> None:
     assert ((out - wanted).abs() <= 12 * UNIT * size).all()
 
 
+def test_decays_that_forget_all_have_no_gradient() -> None:
+    given = drawn((1, 2, 33, 5, 3), "cut")
+    directions = tuple(torch.randn_like(x) for x in shapes_of(given))
+    grad = results(by_engine, given, directions, dtype=torch.float32)["of log_decay"]
+    gone = given["log_decay"].isinf()
+    assert gone.any()
+    assert (grad[gone] == 0).all()
+    assert (grad[~gone] != 0).any()
+
+
 def test_any_strides_are_read_as_they_are() -> None:
     given = drawn((2, 3, 33, 5, 20), "mild")
     exact = by_loop(*(given[n].double() for n in ORDER))
