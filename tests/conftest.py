@@ -99,9 +99,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip(NO_TRITON)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from attnlab.engines import additive_kernels, is_interpreted
+    from attnlab.engines import additive_kernels, is_interpreted, recurrence_kernels
 
-    if not is_interpreted(additive_kernels.scores_kernel):
+    kernels = (additive_kernels.scores_kernel, recurrence_kernels.forward_kernel)
+    if not all(is_interpreted(kernel) for kernel in kernels):
         pytest.skip("the kernels were imported compiled in this process: run these tests in one of their own")
     with _hurried():
         yield

@@ -36,7 +36,7 @@ def compiled(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def test_the_kernels_of_a_training_step_compile_for_hopper() -> None:
-    code, rows = compiled("--arch", "90", "--width", "40")
+    code, rows = compiled("--arch", "90", "--width", "40", "--call", "additive")
     assert code == 0
     assert {r["kernel"] for r in rows} == {"prepare", "scores", "gradient"}
     assert all(r["registers"] > 16 for r in rows)
@@ -44,10 +44,54 @@ def test_the_kernels_of_a_training_step_compile_for_hopper() -> None:
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_no_kernel_of_half_precision_spills_or_asks_for_too_much(arch: int) -> None:
-    code, rows = compiled("--arch", str(arch), "--dtype", "bfloat16", "float16", "--width", "1", "64")
+    asked = (
+        "--arch",
+        str(arch),
+        "--call",
+        "additive",
+        "--dtype",
+        "bfloat16",
+        "float16",
+        "--width",
+        "1",
+        "64",
+    )
+    code, rows = compiled(*asked)
     assert code == 0
     assert len(rows) >= 20
     assert not [r for r in rows if r["spills"] or r["stack"] or r["shared"] > SHARED_MEMORY[arch]]
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_no_kernel_of_recurrences_spills_or_asks_for_too_much_in_float32(arch: int) -> None:
+    code, rows = compiled(
+        "--arch", str(arch), "--call", "recurrence", "--dtype", "float32", "--width", "64", "128"
+    )
+    assert code == 0
+    assert [(r["width"], r["kernel"]) for r in rows] == [
+        (w, k) for w in (64, 128) for k in ("forward", "backward")
+    ]
+    assert not [r for r in rows if r["spills"] or r["stack"] or r["shared"] > min(SHARED_MEMORY.values())]
+
+
+@pytest.mark.parametrize("width", [1, 40, 256])
+def test_kernels_of_recurrences_compile_without_decays_and_without_queries(width: int) -> None:
+    calls = ("recurrence", "recurrence sums", "recurrence state")
+    code, rows = compiled("--arch", "90", "--call", *calls, "--width", str(width))
+    assert code == 0
+    assert len(rows) == 6
+
+
+def test_a_kernel_compiled_twice_has_the_worse_of_each_figure(
+    interpreter: None,
+) -> None:
+    from attnlab.engines.triton_report import Row
+
+    tile = (32, 16, 4, 1)
+    one = Row(90, "float32", 64, "recurrence", "forward", tile, 80, 8, 1000, 2, 4)
+    other = Row(90, "float32", 64, "recurrence", "forward", tile, 90, 0, 2000, 1, 3)
+    worse = Row(90, "float32", 64, "recurrence", "forward", tile, 90, 8, 2000, 2, 3)
+    assert one.or_worse(other) == other.or_worse(one) == worse
 
 
 def test_each_broken_limit_is_a_fault(

@@ -89,7 +89,11 @@ WITH_KERNELS = ("kernels", "kernels_report", "kernel_path", "function", "launch"
 
 def needs_more_than_torch(module: str) -> bool:
     """Modules of integrations need the library they integrate with; Triton kernels and what launches them need Triton."""
-    if module in ("attnlab.engines.additive_kernels", "attnlab.engines.triton_report"):
+    if module in (
+        "attnlab.engines.additive_kernels",
+        "attnlab.engines.recurrence_kernels",
+        "attnlab.engines.triton_report",
+    ):
         return True
     if module.startswith("attnlab_plugins.flash."):
         return module.split(".")[2] in WITH_KERNELS

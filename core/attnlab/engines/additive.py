@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnlab.engines import additive_cpu, additive_triton
 from attnlab.engines.heads import accumulation_dtype, in_own_precision
-from attnlab.engines.triton_launch import kernels_serve
+from attnlab.engines.triton_launch import are_plain, kernels_serve
 
 # Each channel is two calls over a head's tile on the CPU, so tiles four times as large pay.
 _TILE_COST = 0.25
@@ -61,13 +61,7 @@ def additive_tile_cost(query: Tensor, v: Tensor) -> float:
 
 def _by_blocks(*tensors: Tensor) -> bool:
     """Whether `additive_scores` of such tensors forms no `[tq, tk, A]`: plain ones, of a device that is served, and no trace."""
-    return (
-        all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-        and (all(x.is_cpu for x in tensors) or _by_kernels(*tensors))
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None
-        and not torch.autograd.forward_ad._current_level >= 0
-    )
+    return are_plain(*tensors) and (all(x.is_cpu for x in tensors) or _by_kernels(*tensors))
 
 
 def _by_kernels(*tensors: Tensor) -> bool:

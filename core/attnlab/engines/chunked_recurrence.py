@@ -7,18 +7,23 @@ the u of a chunk that corrects solve `(1 + beta M) u = beta (v - (k e^T) S)`, `M
 Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 3, with the decays of "Gated
 Delta Networks", section 3.3. Every exponent is a sum of g between two tokens, so 0 or less: nothing overflows.
 
+On CUDA Triton kernels do it in float32 where nothing corrects and g is one number a token, see `recurrence_triton`. No GPU has run those.
+
 Notation: X heads of all items; G query heads a key head; N chunks of C tokens; D key, E value width.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnlab.engines import recurrence_triton
 from attnlab.engines.decays import decays_of
+from attnlab.engines.triton_launch import are_plain, kernels_serve
 
 CHUNK = 32
 BLOCK = 512  # tokens worked on together: their parts fit the caches
@@ -55,8 +60,85 @@ def chunked_recurrence(
 
     memory `[B, H, D, E]`; key `[B, H, L, D]`; value `[B, H, L, E]`; beta `[B, H, L]`; log_decay 0 or less, `[B, H, L]` or
     `[B, H, L, D]`. All in one dtype, float32 or better. query None reads nothing. `O(L C (D + E) + L D E)` work, `O(L)` memory;
-    while `recording`, the pairs that decays of channels need are formed again in the backward.
+    while `recording`, the pairs that decays of channels need are formed again in the backward. Triton kernels have chunks of their own
+    and keep the inputs alone; a gradient of their gradient is that of the form in torch.
     """
+    if not corrects and _by_kernels(memory, query, key, value, beta, log_decay):
+        if beta is not None:
+            value = value * beta[..., None]
+        return _served(memory, query, key, value, log_decay)
+    return _by_torch(memory, query, key, value, beta, log_decay, corrects, chunk, recording)
+
+
+def _by_kernels(*given: Tensor | None) -> bool:
+    """Whether Triton kernels serve these, memory, query, key, value, beta and log-decay: plain float32 of one device."""
+    tensors = [x for x in given if x is not None]
+    memory, log_decay = tensors[0], given[5]
+    return (
+        all(x.dtype == torch.float32 and x.device == memory.device for x in tensors)
+        and (log_decay is None or log_decay.dim() == 3)
+        and max(memory.shape[2:]) <= recurrence_triton.WIDEST
+        and are_plain(*tensors)
+        and kernels_serve(memory.device.type)
+    )
+
+
+def _served(
+    memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, log_decay: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    given = (memory, query, key, value, log_decay)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        made: tuple[Tensor | None, Tensor] = _Recurrence.apply(*given)  # type: ignore[no-untyped-call]
+        return made
+    return recurrence_triton.forward(*given)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, Tensor]:
+        out, last = recurrence_triton.forward(*given)
+        ctx.save_for_backward(*given, None if given[4] is None else last)
+        ctx.set_materialize_grads(False)
+        return out, last
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
+        memory, query, key, value, log_decay, last = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # gradients of these gradients are wanted
+            results = _by_torch(memory, query, key, value, None, log_decay, False, CHUNK, True)
+            given = (memory, query, key, value, log_decay)
+            wanted = [x for x, n in zip(given, needed, strict=True) if n]
+            made = _gradients_of(results, wanted, (grad_out, grad_last))
+            return tuple(next(made) if n else None for n in needed)
+        if grad_out is None and grad_last is None:
+            return (None,) * len(needed)
+        found = recurrence_triton.backward(grad_out, grad_last, memory, query, key, value, log_decay, last)
+        return tuple(g if n else None for g, n in zip(found, needed, strict=True))
+
+
+def _gradients_of(
+    results: tuple[Tensor | None, ...], wanted: list[Tensor], grads: tuple[Tensor | None, ...]
+) -> Iterator[Tensor | None]:
+    pairs = [(x, g) for x, g in zip(results, grads, strict=True) if g is not None and x is not None]
+    pairs = [(x, g) for x, g in pairs if x.requires_grad]
+    if not pairs:
+        return iter([None] * len(wanted))
+    outputs, to_them = zip(*pairs, strict=True)
+    return iter(torch.autograd.grad(outputs, wanted, to_them, create_graph=True, allow_unused=True))
+
+
+def _by_torch(
+    memory: Tensor,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    corrects: bool,
+    chunk: int,
+    recording: bool,
+) -> tuple[Tensor | None, Tensor]:
     heads_of_items, length = key.shape[:2], key.shape[2]
     tokens = _Tokens(*(None if x is None else x.flatten(0, 1) for x in (query, key, value, beta, log_decay)))  # type: ignore[arg-type]
     state, outs = memory.flatten(0, 1), []

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 OLDEST = (8, 0)
 """The first compute capability with bfloat16 tensor cores, and the first that kernels were compiled for."""
@@ -70,6 +71,16 @@ def is_interpreted(kernel: Any) -> bool:
     return not isinstance(kernel, triton.JITFunction)
 
 
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether these are tensors and nothing more, outside every trace and transform, so that a kernel may read their memory."""
+    return (
+        all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch.autograd.forward_ad._current_level >= 0
+    )
+
+
 @contextmanager
 def compiling_ahead(ahead: Ahead) -> Iterator[None]:
     """Inside, `run_kernel` compiles for that architecture and runs nothing; for one thread only."""
@@ -92,7 +103,7 @@ def architecture(device: torch.device) -> int:
 def run_kernel(
     kernel: Any, grid: tuple[int, ...], tiles: Configuration, device: torch.device, **arguments: Any
 ) -> None:
-    """Launch `kernel` on `device`; an empty grid launches nothing."""
+    """Launch `kernel` on `device`; an empty grid launches nothing. Options of the compiler may be among the arguments."""
     if not all(grid):
         return
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}

@@ -18,7 +18,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import triton
 from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 
-from attnlab.engines import additive_triton
+from attnlab.engines import additive_triton, recurrence_triton
 from attnlab.engines.triton_launch import SHARED_MEMORY, Ahead, Configuration, compiling_ahead
 
 ARCHITECTURES = tuple(SHARED_MEMORY)
@@ -67,6 +68,17 @@ class Row:
     matrix: int
     must_have_matrix: bool = False
 
+    def or_worse(self, other: Row) -> Row:
+        """The larger of each figure of two rows, and the fewer matrix instructions."""
+        return replace(
+            self,
+            registers=max(self.registers, other.registers),
+            stack=max(self.stack, other.stack),
+            shared=max(self.shared, other.shared),
+            spills=max(self.spills, other.spills),
+            matrix=min(self.matrix, other.matrix),
+        )
+
     def faults(self) -> Iterator[str]:
         """The limits it breaks, in words."""
         if self.shared > SHARED_MEMORY[self.arch]:
@@ -84,8 +96,25 @@ def additive_call(dtype: torch.dtype, width: int) -> None:
     additive_triton.backward(additive_triton.forward(query, key, v), query, key, v)
 
 
-CALLS = {"additive": CompiledCall(additive_call)}
+def recurrence_call(dtype: torch.dtype, width: int, fades: bool = True, asked: bool = True) -> None:
+    """Fast weights of that width by sums, two query heads to each key head unless no query asked, and their gradients."""
+    query, grad = (torch.empty(2, 2, 2, 250, width, dtype=dtype) if asked else None for _ in range(2))
+    key, value = (torch.empty(2, 2, 250, width, dtype=dtype) for _ in range(2))
+    memory = torch.empty(2, 2, width, width)
+    log_decay = torch.empty(2, 2, 250) if fades else None
+    _, last = recurrence_triton.forward(memory, query, key, value, log_decay)
+    recurrence_triton.backward(grad, last, memory, query, key, value, log_decay, last)
+
+
+CALLS = {
+    "additive": CompiledCall(additive_call),
+    "recurrence": CompiledCall(recurrence_call),
+    "recurrence sums": CompiledCall(partial(recurrence_call, fades=False)),
+    "recurrence state": CompiledCall(partial(recurrence_call, asked=False)),
+}
 """Of the engines in this package."""
+USUAL = ("additive", "recurrence")
+"""Those that are reported where none are named."""
 
 
 class _NoDevice:
@@ -105,17 +134,21 @@ class _NoDevice:
 
 
 def compiled(arch: int, dtype: str, width: int, case: str, call: CompiledCall) -> list[Row]:
-    """A row for every kernel that this call and its gradients launch, but those that it omits."""
+    """A row for every kernel that this call and its gradients launch, but those that it omits.
+
+    A kernel compiled twice for the same tile, as for arguments that may be None, has the worse of each figure.
+    """
     rows: dict[tuple[Any, ...], Row] = {}
 
     def record(name: str, tiles: Configuration, kernel: Any) -> None:
         kind = name.removesuffix("_kernel")
-        if kind in call.omitted or (name, tiles) in rows:
+        if kind in call.omitted:
             return
         registers, stack, spills, matrix = _machine_code(kernel)
         must = call.matrix and arch == 90 and dtype != "float32" and max(tiles[:2]) >= 64
         taken = (registers, stack, kernel.metadata.shared, spills, matrix)
-        rows[name, tiles] = Row(arch, dtype, width, case, kind, tuple(tiles), *taken, must)
+        row = Row(arch, dtype, width, case, kind, tuple(tiles), *taken, must)
+        rows[name, tiles] = row.or_worse(rows.get((name, tiles), row))
 
     triton.runtime.driver.set_active(_NoDevice(arch))
     with compiling_ahead(Ahead(arch, record)):
@@ -225,4 +258,4 @@ def kernels_report(
 
 
 if __name__ == "__main__":
-    sys.exit(kernels_report(CALLS, tuple(CALLS)))
+    sys.exit(kernels_report(CALLS, USUAL))

@@ -15,7 +15,7 @@ import torch
 if __name__ == "__main__" and find_spec("triton") is None:
     sys.exit("kernels_report: needs triton, which compiles on Linux without a GPU: pip install triton==3.7.1")
 
-from attnlab.engines.triton_report import CALLS, CompiledCall, kernels_report
+from attnlab.engines.triton_report import CALLS, USUAL, CompiledCall, kernels_report
 from attnlab_plugins.flash import passes
 from attnlab_plugins.flash.launch import Problem
 from attnlab_plugins.flash.rules import Rules
@@ -81,7 +81,7 @@ def call(case: str, dtype: torch.dtype, width: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Compile, print, and say by the exit code whether every limit holds."""
     own = {case: CompiledCall(partial(call, case), OMITTED, matrix=True) for case in CASES}
-    return kernels_report(own | CALLS, (*SHORT, *CALLS), arguments)
+    return kernels_report(own | CALLS, (*SHORT, *USUAL), arguments)
 
 
 if __name__ == "__main__":
