@@ -49,7 +49,7 @@ def test_what_means_nothing_is_one_sentence_and_exit_code_2(words, says, tmp_pat
     assert said.out == ""
     assert says in said.err
     assert said.err.count("\n") == 1
-    assert len(said.err) < 500
+    assert len(said.err) < 1000  # the names of all variants may be among it
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 

@@ -111,7 +111,11 @@ def test_a_causal_mask_with_padding_too_large_to_build_is_refused_by_its_request
         attnlab.attention(x, x, x, "flash", causal=True, key_lengths=torch.tensor([4000]))
 
 
-def test_on_cuda_only_half_precision_without_masks_is_said_to_be_served() -> None:
+def test_on_cuda_only_half_precision_without_masks_is_said_to_be_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without triton, that is: with it kernels of its own serve the rest."""
+    monkeypatch.setattr("attnlab_plugins.flash.variant.kernels_serve", lambda device: False)
     flash = attnlab.create("flash", num_heads=1, head_dim=64)
     asked = {"query_length": 8, "device": "cuda"}
     assert flash.supports(attnlab.Request.of("causal", dtype="bfloat16", **asked)) == []

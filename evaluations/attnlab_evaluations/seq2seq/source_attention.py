@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnlab
-from attnlab import Attention, PrecomputedKeys, ScoreAttention, UnsupportedRequest
+from attnlab import Attention, GateProjections, PrecomputedKeys, ScoreAttention, UnsupportedRequest
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SourceAttention(nn.Module):
     Args: variant a registered name, or None for no attention; query_dim the decoder's width; width of the annotations; options
     of the variant. A variant that declares `query_dim` gets the annotations as keys; for others a linear map brings them to
     the decoder's width, and values too where the variant declares no `value_dim`. Gates that it declares are projected from
-    the annotations. Raises what `attnlab.create` raises.
+    the annotations; queries and keys have unit length where it asks for that. Raises what `attnlab.create` raises.
 
     Without attention the context is the encoder's final state at every step: Cho et al. 2014, "Learning Phrase Representations
     using RNN Encoder-Decoder", section 2.2. All other parameters are then the same as with attention.
@@ -60,9 +60,10 @@ class SourceAttention(nn.Module):
         self.attention = None
         self.key_projection: nn.Module = nn.Identity()
         self.context_dim = width
-        self.gate_projections = nn.ModuleDict()
+        self.gate_projections: GateProjections | None = None
         self.projected = False
         self.shared_value = False
+        self.unit_length = False
         if variant is None:
             return
         with torch.random.fork_rng(devices=[]):  # a look at what this instance declares draws nothing
@@ -81,19 +82,18 @@ class SourceAttention(nn.Module):
         )
         if self.projected:
             self.key_projection = nn.Linear(width, query_dim, bias=False)
-        for name, spec in self.attention.gates.items():
-            self.gate_projections[name] = nn.Linear(width, key_dim if spec.shape.endswith("Dk]") else 1)
+        if self.attention.gates:
+            self.gate_projections = GateProjections(self.attention, width)
+        self.unit_length = self.attention.qk_l2norm
 
     def remember(self, annotations: Tensor, final: Tensor, lengths: Tensor) -> Memory:
         """The memory of annotations `[B, L, width]`, final `[B, width]` and lengths `[B]`."""
         annotations = annotations.contiguous()  # once, not in every call: packing leaves time-major strides
         key = self.key_projection(annotations)[:, None]
         value = key if self.shared_value else annotations[:, None]
-        gates = {}
-        for name, spec in self.attention.gates.items() if self.attention is not None else ():
-            raw = self.gate_projections[name](annotations)[:, None]  # [B, 1, L, 1 or Dk]
-            gate = torch.sigmoid(raw) if spec.range == "(0,1)" else F.logsigmoid(raw)
-            gates[name] = gate if spec.shape.endswith("Dk]") else gate[..., 0]
+        gates = {} if self.gate_projections is None else self.gate_projections(annotations)
+        if self.unit_length:
+            key = F.normalize(key, dim=-1)
         known: Tensor | PrecomputedKeys = key
         if isinstance(self.attention, ScoreAttention):  # its work on the keys is the same at every step
             known = self.attention.precompute(key, key_lengths=lengths)
@@ -113,6 +113,8 @@ class SourceAttention(nn.Module):
                     "create it with attention='additive' or another"
                 )
             return memory.final[:, None].expand(-1, query.shape[1], -1), None
+        if self.unit_length:
+            query = F.normalize(query, dim=-1)
         more: dict[str, Any] = {"key_lengths": memory.lengths, "need_weights": need_weights}
         if memory.gates:
             more["gates"] = memory.gates

@@ -12,7 +12,7 @@ from attnlab_evaluations.seq2seq.source_attention import SourceAttention
 
 LENGTHS = (5, 9, 1, 7)
 CROSS = ("additive", "multiplicative", "multiplicative_dot", "multiplicative_concat", "dot_product", "chunked", "flash",
-         "linearised", "delta_rule")  # fmt: skip
+         "linearised", "fast_weights", "delta_rule", "gated", "gated_delta")  # fmt: skip
 
 
 def make(attention="additive", **changes):
