@@ -140,7 +140,8 @@ def _by_channel_backward(
         torch.div(g, t, out=t)
         torch.bmm(some_u[:, None], t, out=some_u_t)
         torch.sum(t, 2, out=some_t_one)
-        for t_d, (e_d, into) in zip(t.unbind(0), channels, strict=False):
+        for t_d in t.unbind(0):
+            e_d, into = next(channels)
             torch.mv(t_d, e_d, out=into)
     t_e *= u
     of_v = g.sum() - 2 * torch.addcmul(t_e, t_one, u.square()).sum(1)
