@@ -1,0 +1,127 @@
+"""A cache of transformers whose layers hold attnlab states, so that `generate()` decodes by them. Needs transformers."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+from attnlab.errors import InvalidInput, UnsupportedRequest
+from attnlab.integrations._transformers_layers import attention_layers
+from attnlab.interface import Attention
+from attnlab.state import State
+
+
+class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer's state. Keys and values pass through it: what was seen before is in the state, not in the keys."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.attention = attention
+        self.state: State | None = None
+        self.seen = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The empty state for this batch."""
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self.state = self.attention.init_state(key_states.shape[0], device=self.device, dtype=self.dtype)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new tokens' keys and values as they are."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[2]
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """A mask is of the new tokens alone."""
+        return query_length, self.seen
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.state, self.seen, self.is_initialized = None, 0, False
+
+    def offload(self) -> None:
+        if self.state is not None:
+            self.state = self.state.to("cpu")
+
+    def prefetch(self) -> None:
+        if self.state is not None:
+            self.state = self.state.to(self.device)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, for beams."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.reorder(indices.to(self.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            rows = next(x for x in vars_of(self.state) if isinstance(x, Tensor)).shape[0]
+            self.batch_select_indices(torch.arange(rows, device=self.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; `UnsupportedRequest` where the state cannot, as a recurrence's."""
+        if tokens_to_remove and self.state is not None:
+            self.state = self.state.crop(self.seen - tokens_to_remove)
+            self.seen -= tokens_to_remove
+
+
+def vars_of(state: State) -> list[Any]:
+    return [getattr(state, name) for name in state.__dataclass_fields__]
+
+
+class StateCache(Cache):
+    """`model.generate(..., past_key_values=StateCache(model))`: a state for each layer that `install` gave a variant.
+
+    What is held for a token is what the variant's state holds: nothing for a recurrence, whose memory is constant in size.
+    Prefill, steps, beams and left padding work as with transformers' own caches. A model with cross-attention keeps
+    the other side's keys: `EncoderDecoderCache(StateCache(model), DynamicCache())`.
+    Raises `InvalidInput` where a layer of the decoder holds no variant, `UnsupportedRequest` where one has no state.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        found: dict[int, Attention] = {}
+        for path, module in attention_layers(model).items():
+            number = getattr(module, "layer_idx", None)
+            installed = getattr(module, "attnlab", None)
+            if not isinstance(number, int) or not getattr(module, "is_causal", False):
+                continue
+            if installed is None:
+                raise InvalidInput(
+                    f"StateCache: {path} holds no variant, and all layers of a cache go by one length; "
+                    "install one in every decoding layer, or use transformers' own cache"
+                )
+            attention = installed.attention
+            if not attention.capabilities.state:
+                raise UnsupportedRequest(
+                    f"StateCache: {attention.name} ({path}) has no state; use transformers' own cache"
+                )
+            found[number] = attention
+        if sorted(found) != list(range(len(found))) or not found:
+            raise InvalidInput(
+                f"StateCache: expected causal layers numbered from 0 in {type(model).__name__}, got {sorted(found) or 'none'}"
+            )
+        super().__init__(layers=[StateLayer(found[number]) for number in sorted(found)])
+
+
+def state_layer(past: object, number: object) -> StateLayer | None:
+    """The layer `number` of a `StateCache`, by itself or beside a cache of the other side; None of another cache."""
+    if isinstance(past, EncoderDecoderCache):
+        past = past.self_attention_cache
+    if not isinstance(past, StateCache) or not isinstance(number, int):
+        return None
+    return cast(StateLayer, past.layers[number])

@@ -1,0 +1,260 @@
+"""Variants as modules of a model's layers: what they learn is trained, saved and loaded with it. Needs transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from transformers import AutoConfig, PreTrainedModel
+
+from attnlab.call import AttentionOutput
+from attnlab.capabilities import Capabilities
+from attnlab.catalogue import create
+from attnlab.errors import InvalidInput, UnsupportedRequest
+from attnlab.integrations._transformers_cache import StateLayer, state_layer
+from attnlab.integrations._transformers_function import Callee, ModelFunction
+from attnlab.integrations._transformers_layers import (
+    LayerSizes,
+    attention_layers,
+    choose,
+    cross_source,
+    implementations,
+    put,
+    put_back,
+    sizes_of_layers,
+    source_of,
+)
+from attnlab.integrations._transformers_names import by_name
+from attnlab.interface import Attention
+from attnlab.mask import AttentionMask
+from attnlab.modules import GateProjections
+
+# What a saved config asks for: the message of a process that knows it not is the way to load it.
+IMPLEMENTATION = (
+    "attnlab_installed, by attnlab: pip install attnlab, then attnlab.integrations.transformers.load(folder)"
+)
+_REST = "dot_product"  # exact: what layers without a variant compute
+
+
+class InstalledAttention(nn.Module):
+    """One layer's variant, with the gates that it needs made from the layer's input; the layer calls it.
+
+    Queries and keys are made to unit length where the variant asks for it.
+    """
+
+    def __init__(self, attention: Attention, width: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.gate_projections = GateProjections(attention, width)
+        self._source: Tensor | None = None
+        self._layer: StateLayer | None = None
+
+    @property
+    def name(self) -> str:
+        return self.attention.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.attention.capabilities
+
+    def default_scale(self) -> float | None:
+        return self.attention.default_scale()
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """What the layer's call says that its implementation is not told: its input, and where its state is."""
+        self._source = source_of(args, kwargs) if self.gate_projections else None
+        own = cross_source(kwargs) is None
+        self._layer = (
+            state_layer(kwargs.get("past_key_values"), getattr(module, "layer_idx", None)) if own else None
+        )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
+        """The arguments of `Attention.forward`."""
+        source, layer, self._source, self._layer = self._source, self._layer, None, None
+        if self.attention.qk_l2norm:
+            query, key = normalize(query, dim=-1), normalize(key, dim=-1)
+        if source is not None:
+            if source.shape[1] != key.shape[2]:
+                raise UnsupportedRequest(
+                    f"{self.name}: its gates are made from the layer's input of {source.shape[1]} tokens, but "
+                    f"{key.shape[2]} keys came, from a cache of keys; decode with past_key_values=StateCache(model)"
+                )
+            asked["gates"] = self.gate_projections(source)
+        if layer is None:
+            result: AttentionOutput = self.attention(query, key, value, **asked)
+            return result
+        result = self.attention(query, key, value, **_of_new_tokens(asked), state=layer.state)
+        layer.state = result.state
+        return result
+
+
+def _of_new_tokens(asked: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of a call with a state: its positions go on from the state, whatever the mask counted them from."""
+    mask = asked.get("mask")
+    if isinstance(mask, AttentionMask):
+        asked["mask"] = AttentionMask(causal=mask.causal, window=mask.window, key_mask=mask.key_mask)
+    return asked
+
+
+def install(
+    model: PreTrainedModel,
+    variant: str | Mapping[str, Any],
+    *,
+    layers: str | Sequence[str] | None = None,
+    example: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Put `variant` into every attention layer of `model`, or into those whose paths match `layers`; their paths.
+
+    `variant` is a registered name with its `options`, or a mapping such as `{"name": "sliding_window", "left": 255}`.
+    Each layer gets an instance of its own as the child `attnlab`: it is trained, moved, copied and saved with the model, and
+    `save_pretrained` writes the choice into `config.json`, so that `load(folder)` makes it again. Layers that do not match
+    `layers`, glob patterns such as `"decoder.*.self_attn"`, compute what they did, by `dot_product`.
+
+    The sizes of the layers are seen in one forward of `example`, keyword arguments of the model; by default it is made up
+    from the config. A variant that was there is replaced. Raises what `attnlab.create` raises, and `InvalidInput` where no
+    layer matches or the forward fails; the model is then as it was.
+    """
+    choice = {**variant, **options} if isinstance(variant, Mapping) else {"name": variant, **options}
+    if not isinstance(choice.get("name"), str):
+        raise InvalidInput(f"install: expected a name or {{'name': ..., option: ...}}, got {choice}")
+    try:
+        choice = json.loads(json.dumps(choice))
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"install: options must be such as JSON can hold, got {choice}: {error}"
+        ) from error
+    found = list(attention_layers(model))
+    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    wanted = [path for path in found if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    if not wanted:
+        raise InvalidInput(
+            f"install: no attention layer of {type(model).__name__} matches {', '.join(patterns)}; it has "
+            f"{', '.join(found) or 'none that asks for an implementation'}"
+        )
+    seen = sizes_of_layers(model, example)
+    silent = [path for path in wanted if path not in seen]
+    if silent:
+        raise InvalidInput(
+            f"install: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
+            "example={...} that reaches them, or leave them out with layers="
+        )
+    made = _made(choice, {path: seen[path] for path in wanted})
+    uninstall(model)
+    before = implementations(model)
+    _attach(model, made)
+    try:
+        _choose(model)
+    except BaseException:
+        _detach(model)
+        raise
+    model.__dict__["_attnlab_before"] = before
+    model.config.attnlab = {"variant": choice, "layers": {path: seen[path]._asdict() for path in wanted}}
+    model.config.attn_implementation = IMPLEMENTATION
+    return wanted
+
+
+def uninstall(model: PreTrainedModel) -> list[str]:
+    """Take every installed variant out of `model` and put its implementation back; the paths of the layers it was in."""
+    paths = _detach(model)
+    if getattr(model.config, "attnlab", None) is not None:
+        put_back(model, model.__dict__.pop("_attnlab_before", {}))
+        del model.config.attnlab, model.config.attn_implementation
+    return paths
+
+
+def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> PreTrainedModel:
+    """The model that `save_pretrained` wrote after `install`, its variants and what they learned included.
+
+    `model_class` defaults to the architecture that its config names; `arguments` are those of `from_pretrained`.
+    Raises `InvalidInput` where the folder's config names no variant.
+    """
+    put(IMPLEMENTATION, ModelFunction(_serve))
+    config = arguments.pop("config", None) or AutoConfig.from_pretrained(folder)
+    stored = getattr(config, "attnlab", None)
+    if not isinstance(stored, dict) or set(stored) != {"variant", "layers"}:
+        raise InvalidInput(
+            f"load: the config in {folder} names no attnlab variant; install() writes one, from_pretrained loads the rest"
+        )
+    if model_class is None:
+        model_class = getattr(transformers, (config.architectures or [""])[0], None)
+        if model_class is None:
+            raise InvalidInput(
+                f"load: transformers knows no architecture {config.architectures}; pass model_class="
+            )
+    original: Any = model_class
+
+    def init(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+        original.__init__(self, config, *args, **kwargs)
+        sizes = {path: LayerSizes(**found) for path, found in stored["layers"].items()}
+        _attach(self, _made(stored["variant"], sizes))
+
+    # from_pretrained makes the model and then reads weights for what it holds: it must hold the variants by then.
+    holding: Any = type(original.__name__, (original,), {"__init__": init, "__module__": original.__module__})
+    model: PreTrainedModel = holding.from_pretrained(
+        folder, config=config, attn_implementation=IMPLEMENTATION, **arguments
+    )
+    model.__class__ = original
+    model.__dict__["_attnlab_before"] = dict.fromkeys(implementations(model), None)
+    return model
+
+
+def _made(choice: Mapping[str, Any], layers: Mapping[str, LayerSizes]) -> dict[str, InstalledAttention]:
+    options = {word: value for word, value in choice.items() if word != "name"}
+    return {
+        path: InstalledAttention(
+            create(
+                choice["name"],
+                num_heads=sizes.num_heads,
+                head_dim=sizes.head_dim,
+                num_kv_heads=sizes.num_kv_heads,
+                value_dim=sizes.value_dim,
+                **options,
+            ),
+            sizes.width,
+        )
+        for path, sizes in layers.items()
+    }
+
+
+def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> None:
+    for path, installed in made.items():
+        module = model.get_submodule(path)
+        like = next(module.parameters())
+        module.attnlab = installed.to(like.device, like.dtype).train(module.training)
+        module.register_forward_pre_hook(_note, with_kwargs=True)
+
+
+def _detach(model: PreTrainedModel) -> list[str]:
+    paths = [path for path, module in attention_layers(model).items() if "attnlab" in module._modules]
+    for path in paths:
+        module = model.get_submodule(path)
+        del module.attnlab
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is _note:
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+    return paths
+
+
+def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that knows no model, so that copies and pickles of one carry it."""
+    module.attnlab.note(module, args, kwargs)  # type: ignore[union-attr,operator]
+
+
+def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
+    installed = module._modules.get("attnlab")
+    return _rest(module, query, key, value) if installed is None else installed  # type: ignore[return-value]
+
+
+_rest: Callable[..., Callee] = by_name(_REST)
+
+
+def _choose(model: PreTrainedModel) -> None:
+    put(IMPLEMENTATION, ModelFunction(_serve))
+    choose(model, IMPLEMENTATION)

@@ -1,0 +1,91 @@
+"""A variant in every layer of a model for the length of a block, with proof that every layer called it. Needs transformers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlab.errors import AttnlabError, InvalidInput
+from attnlab.integrations._transformers_function import Callee, ModelFunction, Source
+from attnlab.integrations._transformers_layers import attention_layers, chosen, deaf_layers
+from attnlab.integrations._transformers_names import by_name
+from attnlab.interface import Attention
+
+_numbers = itertools.count()
+
+
+class Swap:
+    """What `using` yields: how often each layer, by path, called the variant. `verify()` proves that all did."""
+
+    def __init__(self, variant: str, layers: list[str]) -> None:
+        self.variant = variant
+        self.layers = layers
+        self.calls: Counter[str] = Counter()
+
+    def verify(self) -> None:
+        """Raise `AttnlabError` unless every attention layer of the model has called the variant."""
+        silent = [path for path in self.layers if path not in self.calls]
+        if silent:
+            raise AttnlabError(
+                f"{self.variant}: expected a call from each of the layers {', '.join(self.layers)}, got none from "
+                f"{'any' if len(silent) == len(self.layers) else ', '.join(silent)}; run the whole model inside the block"
+            )
+
+
+@contextmanager
+def using(model: PreTrainedModel, variant: str | Mapping[Any, Attention]) -> Iterator[Swap]:
+    """Run `model` with `variant` in every attention layer, and put back what was there.
+
+    `variant` is a registered name, or a mapping from each layer's path or `layer_idx` to its own `Attention`, which
+    learned variants need. Leaving the block without an error verifies that each layer called it.
+    Raises `InvalidInput` for a mapping that does not fit the layers and for a model some of whose attention never asks
+    for an implementation, `AttnlabError` from `Swap.verify`.
+    """
+    layers = attention_layers(model)
+    deaf = deaf_layers(model)
+    if deaf or not layers:
+        raise InvalidInput(
+            f"using: {type(model).__name__} computes its attention itself in {', '.join(deaf) or 'every layer'}, and asks "
+            "for no implementation there; attnlab.replace may know it"
+        )
+    source: Source
+    if isinstance(variant, str):
+        title, source = variant, by_name(variant)
+    else:
+        title = ", ".join(sorted({instance.name for instance in variant.values()}))
+        source = _by_layer(layers, variant)
+    swap = Swap(title, list(layers))
+    paths = {id(module): path for path, module in layers.items()}
+
+    def counted(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
+        swap.calls[paths[id(module)]] += 1
+        return source(module, query, key, value)
+
+    with chosen(model, f"attnlab_swap_{next(_numbers)}", ModelFunction(counted)):
+        yield swap
+        swap.verify()
+
+
+def _by_layer(layers: Mapping[str, nn.Module], given: Mapping[Any, Attention]) -> Source:
+    """Each layer's own instance, `given` by paths or by `layer_idx` where those say which."""
+    numbers = [getattr(module, "layer_idx", None) for module in layers.values()]
+    names: list[Any] = list(layers)
+    if any(isinstance(key, int) for key in given) and len(set(numbers)) == len(numbers):
+        names = numbers
+    if set(given) != set(names):
+        raise InvalidInput(
+            f"using: expected one instance for each of the layers {', '.join(map(str, names))}, got "
+            f"{', '.join(map(str, given))}"
+        )
+    found = {id(module): given[name] for name, module in zip(names, layers.values(), strict=True)}
+
+    def find(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Attention:
+        return found[id(module)]
+
+    return find
