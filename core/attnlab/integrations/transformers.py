@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from attnlab.catalogue import create, info, names
 from attnlab.errors import AttnlabError, InvalidInput, PluginError, UnsupportedRequest, VariantUnavailable
-from attnlab.integrations._transformers_masks import bias_of, make_mask, structure_of
+from attnlab.integrations._torch_masks import bias_of
+from attnlab.integrations._transformers_masks import make_mask, structure_of
 from attnlab.interface import Attention
 
 try:
