@@ -244,6 +244,16 @@ def test_one_graph_gives_the_same_answer_and_gradients(variant):
     torch._dynamo.reset()
 
 
+def test_looking_at_a_float_mask_breaks_the_graph_and_changes_no_answer():
+    """A variant that adds nothing to scores: what runs depends on the mask's values."""
+    torch._dynamo.reset()
+    ours, x = module("linearised", batch_first=True), tokens(2, 5, 8)
+    padding = torch.zeros(2, 5).masked_fill(torch.arange(5) >= torch.tensor([[5], [3]]), -torch.inf)
+    found = torch.compile(ours, backend="eager")(x, x, x, key_padding_mask=padding)[0]
+    assert torch.equal(found, ours(x, x, x, key_padding_mask=padding)[0])
+    torch._dynamo.reset()
+
+
 def test_it_can_be_made_on_a_device_and_in_a_dtype():
     ours = module("additive", device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in ours.parameters()} == {("meta", torch.bfloat16)}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import attnlab
 from attnlab import InvalidInput, UnsupportedRequest
@@ -242,6 +243,47 @@ def test_every_variant_serves_causal_self_attention_with_padding(name):
     alone = layer(x[1, :3], x[1, :3], x[1, :3], **(arguments | {"attn_mask": CAUSAL[:3, :3]}))[0]
     # The bound of CLOSE, and a recurrence adds as many steps again.
     torch.testing.assert_close(out[1, :3], alone, atol=3.2e-13, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["additive", "delta_rule", "gated_delta"])
+def test_parameters_gates_and_unit_keys_are_those_of_our_own_module(name):
+    layer, x, hidden = module(name), tokens(), padding(5, 3)
+    own = attnlab.MultiHeadAttention(E, H, variant=layer.attention).double()
+    own.gate_projections.load_state_dict(layer.gates.state_dict())
+    targets = (own.query_projection, own.key_projection, own.value_projection)
+    weights, biases = layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3)
+    for projection, weight, bias in zip(targets, weights, biases, strict=True):
+        projection.weight, projection.bias = nn.Parameter(weight), nn.Parameter(bias)
+    own.out_projection = layer.out_proj
+    found = layer(x, x, x, hidden, need_weights=False, attn_mask=CAUSAL, is_causal=True)[0]
+    torch.testing.assert_close(found, own(x, causal=True, key_mask=~hidden).out, **CLOSE)
+
+
+def test_a_trained_mask_gets_torchs_gradient():
+    layer, x = module(), tokens()
+    theirs = layer.to_torch()
+    masks = torch.randn(N * H, L, L).double(), torch.randn(N, L).double()
+    gradients = []
+    for run in (layer, theirs):
+        pairs, keys = (mask.clone().requires_grad_() for mask in masks)
+        out = run(x, x, x, attn_mask=pairs, key_padding_mask=keys)[0]
+        gradients.append(torch.autograd.grad(out.sin().sum(), [pairs, keys]))
+    torch.testing.assert_close(*gradients, **CLOSE)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_checkpoint_drops_the_same_pairs_again(need_weights):
+    """B053."""
+    layer, x = module(dropout=0.4), tokens().requires_grad_()
+
+    def out(x):
+        return layer(x, x, x, need_weights=need_weights)[0]
+
+    gradients = []
+    for run in (out, lambda x: checkpoint(out, x, use_reentrant=False)):
+        torch.manual_seed(4)
+        gradients.append(torch.autograd.grad(run(x).sin().sum(), x)[0])
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("variant", ["flash", "linearised"])
