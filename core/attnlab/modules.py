@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlab._gate import autocast_on
+from attnlab._module_arguments import check_input, check_widths, variant_of
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
-from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
 from attnlab.mask import AttentionMask
@@ -44,36 +43,19 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
-        sizes = (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim))
-        for word, size in sizes:
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InvalidInput(
-                    f"MultiHeadAttention: {word} must be an int of 1 or more, got {quoted(size)}"
-                )
-        if embed_dim % num_heads:
-            raise InvalidInput(
-                f"MultiHeadAttention: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
-            )
+        check_widths("MultiHeadAttention", embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
             raise InvalidInput(
                 f"MultiHeadAttention: dropout must be a number from 0 to below 1, got {quoted(dropout)}"
             )
-        head_dim = embed_dim // num_heads
-        if isinstance(variant, Attention):
-            if options or num_kv_heads is not None:
-                given = sorted([*options, *(["num_kv_heads"] if num_kv_heads is not None else [])])
-                raise InvalidInput(
-                    f"MultiHeadAttention: options go with a name, but variant is an instance; got {given}"
-                )
-            if variant.num_heads != num_heads:
-                raise InvalidInput(
-                    f"MultiHeadAttention: num_heads must be the {variant.num_heads} of the variant given, got {num_heads}"
-                )
-            self.attention = variant
-        else:
-            self.attention = create(
-                variant, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, **options
-            )
+        self.attention = variant_of(
+            "MultiHeadAttention",
+            variant,
+            num_heads=num_heads,
+            head_dim=embed_dim // num_heads,
+            num_kv_heads=num_kv_heads,
+            options=options,
+        )
         made = self.attention
         self.embed_dim, self.num_heads, self.dropout, self.batch_first = (
             embed_dim,
@@ -115,23 +97,13 @@ class MultiHeadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
+        layout = {3: "[B, L, E]" if self.batch_first else "[L, B, E]"}
         for word, x, width in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),
             ("value", value, self.vdim),
         ):
-            if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != width:
-                layout = "[B, L, E]" if self.batch_first else "[L, B, E]"
-                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise InvalidInput(
-                    f"MultiHeadAttention: {word} must be {layout} with width {width}, got {got}"
-                )
-            weight = self.key_projection.weight
-            if x.device != weight.device or (x.dtype != weight.dtype and not autocast_on(x.device)):
-                raise InvalidInput(
-                    f"MultiHeadAttention: {word} is {x.dtype} on {x.device} and the module {weight.dtype} on "
-                    f"{weight.device}; cast or move one of them"
-                )
+            check_input("MultiHeadAttention", word, x, layout, width, self.key_projection.weight)
         if "dropout_p" in arguments:
             raise InvalidInput(
                 "MultiHeadAttention: dropout is set once, with dropout= when the module is made"

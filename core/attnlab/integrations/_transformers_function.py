@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
-from attnlab.integrations._transformers_masks import bias_of, structure_of
+from attnlab.integrations._torch_masks import bias_of
+from attnlab.integrations._transformers_masks import structure_of
 
 _CONSUMED = frozenset({"softcap", "s_aux", "position_bias", "output_attentions"})
 _IN_THE_MASK = frozenset({"sliding_window"})

@@ -110,11 +110,6 @@ def pattern_of(function: Callable[..., Any]) -> dict[str, Any] | None:
     return merged
 
 
-def bias_of(mask: Tensor) -> Tensor:
-    """A float mask as a bias: that library hides with the dtype's most negative number, here -inf hides."""
-    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
-
-
 def _closure(function: Callable[..., Any], maker: Callable[..., Any]) -> dict[str, Any]:
     """What `function` closes over, where it was made by `maker`; else empty."""
     if getattr(function, "__qualname__", "").startswith(f"{maker.__qualname__}.<locals>."):
