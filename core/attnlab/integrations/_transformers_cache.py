@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
-from attnlab.errors import InvalidInput, UnsupportedRequest
+from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest
 from attnlab.integrations._transformers_layers import attention_layers
 from attnlab.interface import Attention
 from attnlab.state import State
@@ -36,6 +37,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The new tokens' keys and values as they are."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.state is None or self.state.length != self.seen:
+            raise AttnlabError(
+                f"StateCache: {self.attention.name} was handed {self.seen} tokens and its state holds "
+                f"{0 if self.state is None else self.state.length}: its model did not call the variant; is it installed, "
+                "and the cache made for this model?"
+            )
         self.seen += key_states.shape[2]
         return key_states, value_states
 
@@ -85,7 +92,7 @@ def vars_of(state: State) -> list[Any]:
 
 
 class StateCache(Cache):
-    """`model.generate(..., past_key_values=StateCache(model))`: a state for each layer that `install` gave a variant.
+    """`model.generate(..., cache=StateCache(model))`: a state for each layer that `install` gave a variant.
 
     What is held for a token is what the variant's state holds: nothing for a recurrence, whose memory is constant in size.
     Prefill, steps, beams and left padding work as with transformers' own caches. A model with cross-attention keeps
@@ -118,10 +125,20 @@ class StateCache(Cache):
         super().__init__(layers=[StateLayer(found[number]) for number in sorted(found)])
 
 
-def state_layer(past: object, number: object) -> StateLayer | None:
-    """The layer `number` of a `StateCache`, by itself or beside a cache of the other side; None of another cache."""
-    if isinstance(past, EncoderDecoderCache):
-        past = past.self_attention_cache
+def state_layer(arguments: Iterable[object], number: object) -> StateLayer | None:
+    """The layer `number` of the `StateCache` among a layer's arguments, by itself or beside a cache of the other side, or None."""
+    past = _own_cache(arguments)
     if not isinstance(past, StateCache) or not isinstance(number, int):
         return None
     return cast(StateLayer, past.layers[number])
+
+
+def first_position(arguments: Iterable[object], number: object, new: int) -> Any:
+    """Where the first of layer `number`'s `new` queries stands, which the cache among its arguments counts already; 0 without one."""
+    past = _own_cache(arguments)
+    return 0 if past is None or not isinstance(number, int) else past.get_seq_length(number) - new
+
+
+def _own_cache(arguments: Iterable[object]) -> Cache | None:
+    past = next((x for x in arguments if isinstance(x, Cache)), None)
+    return past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past

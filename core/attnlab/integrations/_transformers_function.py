@@ -16,6 +16,8 @@ from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
 from attnlab.integrations._transformers_masks import structure_of
+from attnlab.interface import Attention
+from attnlab.mask import AttentionMask
 
 _CONSUMED = frozenset({"softcap", "s_aux", "position_bias", "output_attentions"})
 _IN_THE_MASK = frozenset({"sliding_window"})
@@ -90,8 +92,22 @@ class ModelFunction:
             _put_scale(attention, asked, scaling, key.shape[-1])
         if dropout:
             asked["dropout_p"] = dropout
+        if isinstance(attention, Attention):
+            check_positions(attention, query, key, asked)
         result = attention(query, key, value, **asked)
         return result.out.transpose(1, 2).contiguous(), result.weights  # [B, Lq, Hq, Dv]
+
+
+def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Mapping[str, Any]) -> None:
+    """Refuse to guess where queries stand for a variant that reads positions; a mask with structure says it."""
+    n_q, n_k = query.shape[2], key.shape[2]
+    mask = asked.get("mask")
+    told = "offset" in asked or (isinstance(mask, AttentionMask) and mask.offset is not None)
+    if n_q != n_k and not told and not attention.capabilities.position_free:
+        raise UnsupportedRequest(
+            f"{attention.name}: it reads positions, and nothing says where these {n_q} queries stand among {n_k} keys; "
+            "install(model, ...) knows it in cross-attention, and in causal layers a mask of this implementation does"
+        )
 
 
 def _extras(attention: Callee, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, UnsupportedRequest
-from attnlab.integrations._transformers_cache import StateLayer, state_layer
-from attnlab.integrations._transformers_function import Callee, ModelFunction
+from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
+from attnlab.integrations._transformers_function import Callee, ModelFunction, check_positions
 from attnlab.integrations._transformers_layers import (
     LayerSizes,
     attention_layers,
@@ -53,6 +53,7 @@ class InstalledAttention(nn.Module):
         self.gate_projections = GateProjections(attention, width)
         self._source: Tensor | None = None
         self._layer: StateLayer | None = None
+        self._offset: Any = None
 
     @property
     def name(self) -> str:
@@ -68,27 +69,40 @@ class InstalledAttention(nn.Module):
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """What the layer's call says that its implementation is not told: its input, and where its state is."""
         self._source = source_of(args, kwargs) if self.gate_projections else None
-        own = cross_source(kwargs) is None
-        self._layer = (
-            state_layer(kwargs.get("past_key_values"), getattr(module, "layer_idx", None)) if own else None
-        )
+        given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
+        if cross_source(kwargs) is None:
+            self._layer = state_layer(given, number)
+        elif not self.capabilities.position_free:
+            queries: Tensor = args[0] if args else kwargs["hidden_states"]
+            self._offset = first_position(given, number, queries.shape[1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
         """The arguments of `Attention.forward`."""
-        source, layer, self._source, self._layer = self._source, self._layer, None, None
+        source, layer, offset = self._source, self._layer, self._offset
+        self._source = self._layer = self._offset = None
+        if offset is not None:
+            asked["offset"] = offset
         if self.attention.qk_l2norm:
             query, key = normalize(query, dim=-1), normalize(key, dim=-1)
         if source is not None:
             if source.shape[1] != key.shape[2]:
                 raise UnsupportedRequest(
                     f"{self.name}: its gates are made from the layer's input of {source.shape[1]} tokens, but "
-                    f"{key.shape[2]} keys came, from a cache of keys; decode with past_key_values=StateCache(model)"
+                    f"{key.shape[2]} keys came, from a cache of keys; decode with cache=StateCache(model)"
                 )
             asked["gates"] = self.gate_projections(source)
         if layer is None:
-            result: AttentionOutput = self.attention(query, key, value, **asked)
-            return result
-        result = self.attention(query, key, value, **_of_new_tokens(asked), state=layer.state)
+            check_positions(self.attention, query, key, asked)
+            alone: AttentionOutput = self.attention(query, key, value, **asked)
+            return alone
+        if asked.get("bias") is not None:
+            raise UnsupportedRequest(
+                f"{self.name}: the model adds a bias for each pair, and a StateCache shows it the new tokens alone, so that "
+                "it makes none for the past; decode with transformers' own cache"
+            )
+        result: AttentionOutput = self.attention(
+            query, key, value, **_of_new_tokens(asked), state=layer.state
+        )
         layer.state = result.state
         return result
 

@@ -65,6 +65,10 @@ def make_mask(
     pattern = pattern_of(function)
     if pattern is None:
         return mask
+    if (
+        q_length != kv_length
+    ):  # generate makes masks of steps contiguous, and what it copied would have no tag
+        mask = mask.contiguous()
     present = _present(attention_mask, kv_length, kv_offset)
     if pattern.get("causal") or "window" in pattern:
         pattern["offset"] = q_offset - kv_offset

@@ -1,0 +1,267 @@
+"""One cell of the matrix: a variant in a tiny model gives the model's own answers, works in its own way, or says why not.
+
+equal: logits, gradients and generated tokens (dynamic and static cache, beams) are those of the model's own attention.
+works: every layer called the variant; answers are finite, rows do not feel each other, nor what lies in padding, nor, in a decoder,
+the future; gradients reach the variant; generating with a cache gives the tokens of generating without. Needs transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnlab
+from attnlab import AttnlabError, InvalidInput, UnsupportedRequest, VariantUnavailable
+from attnlab_evaluations.models.zoo import Tiny
+
+EQUAL, WORKS, FORWARD, REFUSED, WRONG = "equal", "works", "forward", "refused", "WRONG"
+NEW_TOKENS = 5
+# Two float32 layers, each a few roundings from the model's own order of sums.
+CLOSE = 2e-5
+_CACHES: dict[str, dict[str, Any]] = {
+    "a dynamic cache": {},
+    "a static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was found; `note` is the reason where there is one, `error` the largest relative difference where equality was asked."""
+
+    model: str
+    variant: str
+    status: str
+    note: str = ""
+    error: float | None = None
+
+
+class Wrong(AssertionError):
+    """A property does not hold."""
+
+
+class Own:
+    """A tiny model and the answers of its own attention."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        self.tiny = tiny
+        self.inputs = tiny.inputs()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return answers(self.tiny, self.tiny.build(), self.inputs)
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor]:
+        return _gradients(self.tiny, self.tiny.build(), self.inputs)
+
+    @cached_property
+    def tokens(self) -> dict[str, Tensor]:
+        return {what: generate(self.tiny.build(), self.inputs, **how) for what, how in _CACHES.items()}
+
+
+def judge(own: Own, variant: str) -> Cell:
+    """The cell of `variant` in `own`'s model."""
+    try:
+        status, note, error = _judged(own, variant)
+    except (UnsupportedRequest, InvalidInput, VariantUnavailable) as refusal:
+        status, note, error = REFUSED, str(refusal), None
+    except (Wrong, AttnlabError) as fault:
+        status, note, error = WRONG, str(fault), None
+    return Cell(own.tiny.name, variant, status, note, error)
+
+
+def _judged(own: Own, variant: str) -> tuple[str, str, float | None]:
+    tiny = own.tiny
+    trial = _Trial(tiny, variant)
+    with trial.served() as (model, calls):
+        logits = answers(tiny, model, own.inputs)
+        silent = sorted(set(trial.layers) - set(calls()))
+        if silent:
+            raise Wrong(f"the variant was not called by {', '.join(silent)}")
+        _finite("answers", logits)
+        error = None
+        if trial.exact:
+            error = _difference(logits, own.logits)
+            _small("logits differ from the model's own", error)
+        _properties(tiny, model, logits, own.inputs, trial.positional)
+    with trial.served() as (model, _):
+        gradients = _gradients(tiny, model, own.inputs)
+        for path, gradient in gradients.items():
+            _finite(f"the gradient of {path}", gradient)
+        if trial.exact:
+            _small("gradients differ from the model's own", _worst(gradients, own.gradients), 10 * CLOSE)
+    if not tiny.generates:
+        return (EQUAL if trial.exact else WORKS), "", error
+    good, by_state = (EQUAL if trial.exact else WORKS), trial.by_state()
+    try:
+        for what, how in _CACHES.items():
+            _generates(own, trial, what, how)
+        keys = ""
+    except (UnsupportedRequest, InvalidInput) as refusal:
+        keys = f"from a cache of keys: {refusal}"
+    if by_state is None:
+        return (FORWARD, keys, error) if keys else (good, "", error)
+    try:
+        for what in ("a dynamic cache", "beams"):
+            _generates(own, by_state, what, _CACHES[what])
+    except (UnsupportedRequest, InvalidInput) as refusal:
+        if keys:
+            return FORWARD, f"{keys}; by states: {refusal}", error
+    return good, "" if not keys else "generates by StateCache", error
+
+
+class _Trial:
+    """How a variant comes into the model: as one function by its name, or installed where it learns or takes gates."""
+
+    def __init__(self, tiny: Tiny, variant: str, states: bool = False) -> None:
+        from attnlab.integrations import transformers as hf
+
+        self.tiny, self.variant, self.states = tiny, variant, states
+        made = attnlab.create(variant, num_heads=1, head_dim=8)
+        self.able = able = made.capabilities
+        self.exact = able.exact and attnlab.info(variant).formula == "softmax_dot_product"
+        self.positional = not able.position_free
+        crosses = tiny.kind in ("seq2seq", "speech")  # where one function cannot know where queries stand
+        self.installed = (
+            states or not made.parameter_free or bool(made.gates) or (crosses and self.positional)
+        )
+        self.layers = list(hf.attention_layers(tiny.build()))
+
+    @contextmanager
+    def served(self) -> Iterator[tuple[Any, Callable[[], list[str]]]]:
+        """`(model, calls)`: a new model with the variant in it, and what says which layers called."""
+        from attnlab.integrations import transformers as hf
+
+        model = self.tiny.build()
+        if not self.installed:
+            with hf.using(model, self.variant) as swap:
+                yield model, lambda: list(swap.calls)
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            hf.install(model, self.variant)
+        called: list[str] = []
+        for path in self.layers:
+            child = model.get_submodule(path).attnlab
+            child.register_forward_hook(lambda *_, path=path: called.append(path))
+        yield model, lambda: called
+
+    def by_state(self) -> _Trial | None:
+        """The same with states as its cache, where it has them."""
+        return None if self.states or not self.able.state else _Trial(self.tiny, self.variant, states=True)
+
+    def cache(self, model: Any) -> dict[str, Any]:
+        """The cache to generate with, where it is not the model's own."""
+        if not self.states:
+            return {}
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        from attnlab.integrations import transformers as hf
+
+        states = hf.StateCache(model)
+        return {
+            "cache": states if self.tiny.kind == "decoder" else EncoderDecoderCache(states, DynamicCache())
+        }
+
+
+def _generates(own: Own, trial: _Trial, what: str, how: dict[str, Any]) -> None:
+    with trial.served() as (model, _):
+        tokens = generate(model, own.inputs, **how, **trial.cache(model))
+        if trial.exact:
+            wanted = own.tokens[what]
+        else:
+            beams = {word: n for word, n in how.items() if word == "num_beams"}
+            wanted = generate(model, own.inputs, use_cache=False, **beams)
+    if not tokens.equal(wanted):
+        raise Wrong(f"with {what} it generates {tokens.tolist()}, and {wanted.tolist()} is right")
+
+
+def answers(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """What the model says of each token or image, `[B, L, width]`, zero in padding; without gradients."""
+    with torch.no_grad():
+        return _answers(tiny, model, inputs)
+
+
+def _answers(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    said = model(**inputs)
+    if tiny.kind == "towers":
+        return torch.stack((said.text_embeds, said.image_embeds), 1)
+    found: Tensor = said["logits"] if "logits" in said else said["last_hidden_state"]
+    present = inputs.get("attention_mask")
+    if present is None or found.shape[1] != present.shape[1]:
+        return found
+    return found.masked_fill(~present[:, :, None].bool(), 0)
+
+
+def _gradients(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = _answers(tiny, model, inputs)
+    weights = torch.linspace(-1, 1, found.numel()).view(found.shape)  # a loss that tells all answers apart
+    (found * weights).sum().backward()
+    return {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+
+
+def generate(model: Any, inputs: dict[str, Tensor], **how: Any) -> Tensor:
+    """The new tokens `[B, NEW_TOKENS]`, greedily or by beams."""
+    asked = {w: x for w, x in inputs.items() if w not in ("decoder_input_ids", "position_ids")}
+    found: Tensor = model.generate(
+        **asked, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, **how
+    )
+    return found[:, -NEW_TOKENS:]
+
+
+def _properties(tiny: Tiny, model: Any, logits: Tensor, inputs: dict[str, Tensor], positional: bool) -> None:
+    present = inputs.get("attention_mask")
+    if present is not None:
+        other = inputs["input_ids"].masked_fill(present == 0, 5)
+        _same("what lies in padding shows", answers(tiny, model, {**inputs, "input_ids": other}), logits)
+    for row in (0, 1):
+        alone = {word: x[row : row + 1] for word, x in inputs.items()}
+        _same(f"row {row} feels the other", answers(tiny, model, alone), logits[row : row + 1])
+    if present is not None and not (positional and tiny.kind == "decoder"):
+        kept = present[1].bool()
+        trimmed = {
+            word: x[1:, kept] if word in ("input_ids", "attention_mask", "position_ids") else x[1:]
+            for word, x in inputs.items()
+        }
+        wanted = logits[1:, kept] if logits.shape[1] == len(kept) else logits[1:]
+        _same("a padded row differs from the row alone", answers(tiny, model, trimmed), wanted)
+    if tiny.kind == "decoder":
+        later = inputs["input_ids"].clone()
+        later[:, -1] = 7 + (later[:, -1] == 7)
+        found = answers(tiny, model, {**inputs, "input_ids": later})
+        _same("the last token reaches those before it", found[:, :-1], logits[:, :-1])
+        if _difference(found[:, -1], logits[:, -1]) < CLOSE:
+            raise Wrong("another last token changes nothing")
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+
+
+def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Over all parameters, of the largest gradient of any: a bias that a softmax cancels has nothing but rounding."""
+    if missing := sorted(set(wanted) - set(found)):
+        raise Wrong(f"no gradient reaches {', '.join(missing)}")
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    return max(float((found[path] - g).abs().max()) for path, g in wanted.items()) / largest
+
+
+def _same(what: str, found: Tensor, wanted: Tensor) -> None:
+    _small(what, _difference(found, wanted))
+
+
+def _small(what: str, error: float, bound: float = CLOSE) -> None:
+    if not error <= bound:
+        raise Wrong(f"{what}: by {error:.1e} of the largest, at most {bound:.0e} is rounding")
+
+
+def _finite(what: str, x: Tensor) -> None:
+    if not bool(x.isfinite().all()):
+        raise Wrong(f"{what}: not finite")
