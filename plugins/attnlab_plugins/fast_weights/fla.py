@@ -1,9 +1,10 @@
 """The formulas of `variants`, run by the kernels of the package `flash-linear-attention`. Needs torch; an instance needs fla and triton.
 
 What fla 0.6 takes, and attnlab does not: `[B, L, H, D]`; as many heads of keys as of queries; the memory in float32 and the rest in
-half precision, as its float32 products are rounded to tf32 or refused; even widths of at most 256, as its gradients ask for.
+bfloat16; even widths of at most 256, as its gradients ask for. It takes float16 too, where products within a chunk overflow, so that
+a large token turns the gradients of tokens before it into NaN; float32 it rounds to tf32, or refuses.
 
-No GPU has run this. In Triton's interpreter, on a CPU, these kernels gave what the formulas give.
+No GPU has run this. In Triton's interpreter, on a CPU, these kernels gave what the formulas give, in float32 and float16.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _served(own: Capabilities) -> Capabilities:
         compiles=False,
         exports=False,
         deterministic=False,
-        dtypes=frozenset({"bfloat16", "float16"}),
+        dtypes=frozenset({"bfloat16"}),
         devices=frozenset({"cuda"}),
         head_dims=range(2, 257, 2),
     )
@@ -61,7 +62,7 @@ class _ByFla(FastWeightsAttention):
         return dtype
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        # The scale goes to the query: sums without it could be too large for float16.
+        # The scale goes to the query: the output would be rounded before it and after.
         scale = self.default_scale() if call.scale is None else call.scale
         unscaled = Call(call.visibility, 1.0, gates=call.gates, state=call.state, recording=call.recording)
         return super().attend(query * scale, key, value, unscaled)
@@ -139,7 +140,7 @@ class _FirstDerivatives(torch.autograd.Function):
 
 
 class FlaLinearAttention(_ByFla):
-    """`fast_weights` by fla's kernels, on CUDA in half precision: `S_t = S_{t-1} + k_t v_t^T`, `o_i = scale q_i^T S`.
+    """`fast_weights` by fla's kernels, on CUDA in bfloat16: `S_t = S_{t-1} + k_t v_t^T`, `o_i = scale q_i^T S`.
 
     Linear attention without a feature map or a normaliser, which fla's `linear_attn` calls `normalize=False`. Parameter-free.
     """
@@ -149,14 +150,14 @@ class FlaLinearAttention(_ByFla):
 
 
 class FlaDeltaRuleAttention(_ByFla, DeltaRuleAttention):
-    """`delta_rule` by fla's kernels, on CUDA in half precision; gate `beta`, and unit keys, as there. Parameter-free."""
+    """`delta_rule` by fla's kernels, on CUDA in bfloat16; gate `beta`, and unit keys, as there. Parameter-free."""
 
     name = "fla_delta_rule"
     capabilities = _served(DeltaRuleAttention.capabilities)
 
 
 class FlaGatedAttention(_ByFla, GatedAttention):
-    """`gated` by fla's kernels, on CUDA in half precision; option `decay` and gate `log_decay` as there.
+    """`gated` by fla's kernels, on CUDA in bfloat16; option `decay` and gate `log_decay` as there.
 
     `"channel"` by its `gla`, `"head"` and `"retention"` by its `simple_gla`. Parameter-free.
     """
@@ -166,7 +167,7 @@ class FlaGatedAttention(_ByFla, GatedAttention):
 
 
 class FlaGatedDeltaAttention(_ByFla, GatedDeltaAttention):
-    """`gated_delta` by fla's kernels, on CUDA in half precision; option `decay` and gates `beta` and `log_decay` as there.
+    """`gated_delta` by fla's kernels, on CUDA in bfloat16; option `decay` and gates `beta` and `log_decay` as there.
 
     `"head"` by its `gated_delta_rule`, `"channel"` by its `kda`. Parameter-free.
     """
