@@ -141,7 +141,7 @@ def test_run_checks_takes_these_arguments() -> None:
 
 def test_forward_takes_the_contracts_arguments() -> None:
     assert parameters(attnlab.Attention.forward) == f"query key value {SAME}".split()
-    expected = "embed_dim num_heads variant num_kv_heads kdim vdim bias dropout batch_first"
+    expected = "embed_dim num_heads variant num_kv_heads kdim vdim bias dropout batch_first conv_size"
     assert set(expected.split()) <= set(parameters(attnlab.MultiHeadAttention))
 
 

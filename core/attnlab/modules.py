@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from attnlab.call import AttentionOutput
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
 from attnlab.mask import AttentionMask
+from attnlab.short_convolution import ConvolvedState, ShortConvolution, require_convolvable
 
 
 class MultiHeadAttention(nn.Module):
@@ -23,7 +25,8 @@ class MultiHeadAttention(nn.Module):
     Args: embed_dim width of query and output; num_heads, must divide it; variant a registered name or an `Attention`;
     num_kv_heads key/value heads (grouped-query attention); kdim, vdim widths of key and value inputs (default embed_dim); bias of
     the projections; dropout probability of the weights, in training only; batch_first `[B, L, E]` (False: `[L, B, E]`);
-    options of the variant. Queries and keys are made to unit length where the variant asks for it (`qk_l2norm`: the delta rules).
+    conv_size taps of a short causal convolution over projected queries, keys and values (`ShortConvolution`), for causal
+    self-attention; options of the variant. Queries and keys are made to unit length where the variant asks for it (`qk_l2norm`: the delta rules).
     Gates that the variant declares are projected from the key input by `GateProjections`. Raises what `attnlab.create` raises, and `InvalidInput` for widths that do not divide.
     """
 
@@ -39,6 +42,7 @@ class MultiHeadAttention(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         batch_first: bool = True,
+        conv_size: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -73,6 +77,17 @@ class MultiHeadAttention(nn.Module):
         self.value_projection = nn.Linear(self.vdim, made.num_kv_heads * made.value_dim, bias=bias)
         self.out_projection = nn.Linear(made.num_heads * made.value_dim, embed_dim, bias=bias)
         self.gate_projections = GateProjections(made, self.kdim)
+        self.short_convolution: ShortConvolution | None = None
+        if conv_size is not None:
+            if kdim != embed_dim or vdim != embed_dim:
+                raise InvalidInput(
+                    "MultiHeadAttention: conv_size is for self-attention, whose inputs are of one width; "
+                    f"got embed_dim={embed_dim}, kdim={kdim}, vdim={vdim}"
+                )
+            widths = [
+                p.out_features for p in (self.query_projection, self.key_projection, self.value_projection)
+            ]
+            self.short_convolution = ShortConvolution(sum(widths), conv_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -87,14 +102,19 @@ class MultiHeadAttention(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         self.gate_projections.reset_parameters()
+        if self.short_convolution is not None:
+            self.short_convolution.reset_parameters()
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **arguments: Any
     ) -> AttentionOutput:
         """Attend; `out` is `[B, Lq, embed_dim]` (or `[Lq, B, embed_dim]`), weights stay per head `[B, H, Lq, Lk]`.
 
-        key defaults to query (self-attention) and value to key. `arguments` are those of `Attention.forward`.
+        key defaults to query (self-attention) and value to key. `arguments` are those of `Attention.forward`. With `conv_size` key and
+        value are left out, `causal=True` is given, and tokens that `key_mask` or `key_lengths` call absent have no queries either.
         """
+        if self.short_convolution is not None:
+            require_convolvable(query, key, value, arguments.get("state"), partial(_part, arguments))
         key = query if key is None else key
         value = key if value is None else value
         layout = {3: "[B, L, E]" if self.batch_first else "[L, B, E]"}
@@ -115,17 +135,25 @@ class MultiHeadAttention(nn.Module):
             )
         if not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        query, key, value = _without_absent(query, key, value, arguments)
-        made = self.attention
-        q = (
-            self.query_projection(query).unflatten(-1, (made.num_heads, -1)).transpose(1, 2)
-        )  # [B, Hq, Lq, Dq]
-        k = (
-            self.key_projection(key).unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)
-        )  # [B, Hkv, Lk, Dk]
-        v = (
-            self.value_projection(value).unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)
-        )  # [B, Hkv, Lk, Dv]
+        absent_queries, absent_keys = _absent_slots(query, key, arguments)
+        # What lies in absent slots must not reach the projections' gradients.
+        if absent_keys is not None:
+            key, value = key.masked_fill(absent_keys, 0), value.masked_fill(absent_keys, 0)
+            query = query if self.short_convolution is None else key
+        if absent_queries is not None:
+            query = query.masked_fill(absent_queries, 0)
+        made, given = self.attention, arguments.get("state")
+        q, k, v = self.query_projection(query), self.key_projection(key), self.value_projection(value)
+        if self.short_convolution is not None:
+            present = None if absent_keys is None else ~absent_keys[..., 0]
+            (q, k, v), history = self.short_convolution.over(
+                (q, k, v), given, present, _part(arguments, "segments")
+            )
+            if given is not None:
+                arguments["state"] = given.inner
+        q = q.unflatten(-1, (made.num_heads, -1)).transpose(1, 2)  # [B, Hq, Lq, Dq]
+        k = k.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, Lk, Dk]
+        v = v.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, Lk, Dv]
         if made.qk_l2norm:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.gate_projections and "gates" not in arguments:
@@ -133,6 +161,8 @@ class MultiHeadAttention(nn.Module):
         if self.training and self.dropout:
             arguments["dropout_p"] = self.dropout
         result: AttentionOutput = made(q, k, v, **arguments)
+        if self.short_convolution is not None and given is not None:
+            result = result._replace(state=given.followed(result.state, history))
         out = self.out_projection(result.out.transpose(1, 2).flatten(2))  # [B, Lq, E]
         return result._replace(out=out if self.batch_first else out.transpose(0, 1))
 
@@ -146,12 +176,20 @@ class MultiHeadAttention(nn.Module):
     ) -> Any:
         """The variant's empty state, by default on the projections' device and in their dtype; `initial=` for recurrences."""
         like = self.key_projection.weight
-        return self.attention.init_state(
-            batch, capacity, device or like.device, dtype or like.dtype, **further
-        )
+        device, dtype = device or like.device, dtype or like.dtype
+        inner = self.attention.init_state(batch, capacity, device, dtype, **further)
+        if self.short_convolution is None:
+            return inner
+        return ConvolvedState(inner=inner, history=self.short_convolution.begin(batch, device, dtype))
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, batch_first={self.batch_first}"
+        taps = (
+            "" if self.short_convolution is None else f", conv_size={self.short_convolution.weight.shape[1]}"
+        )
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, "
+            f"batch_first={self.batch_first}{taps}"
+        )
 
 
 class GateProjections(nn.ModuleDict):
@@ -185,30 +223,28 @@ class GateProjections(nn.ModuleDict):
         return gate if spec.shape.endswith("Dk]") else gate[..., 0]
 
 
-def _without_absent(
-    query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs `[B, L, E]` with zeros in absent slots: what lies there must not reach the projections' gradients.
+def _part(arguments: Mapping[str, Any], name: str) -> Any:
+    """A visibility argument, given loose or in an `AttentionMask`."""
+    mask = arguments.get("mask")
+    stated = mask if isinstance(mask, AttentionMask) else AttentionMask()
+    loose = arguments.get(name)
+    return getattr(stated, name) if loose is None or loose is False else loose
+
+
+def _absent_slots(
+    query: Tensor, key: Tensor, arguments: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Bool `[B, L, 1]` of the absent slots of `query` and of `key [B, L, E]`; None where all are present.
 
     Parts of the wrong shape are left to the gate, which names them.
     """
-    mask = arguments.get("mask")
-    stated = mask if isinstance(mask, AttentionMask) else AttentionMask()
-
-    def part(name: str) -> Any:
-        return arguments[name] if arguments.get(name) is not None else getattr(stated, name)
-
-    segments = part("segments")
+    segments = _part(arguments, "segments")
     query_ids, key_ids = (
         segments if isinstance(segments, (tuple, list)) and len(segments) == 2 else (None, None)
     )
-    absent_keys = _absent(key, part("key_mask"), part("key_lengths"), key_ids)
-    absent_queries = _absent(query, None, part("query_lengths"), query_ids)
-    if absent_keys is not None:
-        key, value = key.masked_fill(absent_keys, 0), value.masked_fill(absent_keys, 0)
-    if absent_queries is not None:
-        query = query.masked_fill(absent_queries, 0)
-    return query, key, value
+    absent_keys = _absent(key, _part(arguments, "key_mask"), _part(arguments, "key_lengths"), key_ids)
+    absent_queries = _absent(query, None, _part(arguments, "query_lengths"), query_ids)
+    return absent_queries, absent_keys
 
 
 def _absent(x: Tensor, present: Any, lengths: Any, ids: Any) -> Tensor | None:

@@ -227,7 +227,7 @@ def test_every_shared_formula_has_golden_cases() -> None:
     assert {formula for formula, _ in written()} == set(DEFINITIONS)
 
 
-@pytest.mark.parametrize("name", attnlab.names())
+@pytest.mark.parametrize("name", [n for n in attnlab.names() if attnlab.info(n).unavailable is None])
 def test_the_formula_of_every_built_in_variant_is_verified(name: str) -> None:
     variant = attnlab.create(name, num_heads=2, head_dim=4)
     assert unverified(variant) == ""

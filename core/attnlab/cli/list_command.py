@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "table":
         rows = [{**_row(info, flags), "available": "no" if info.unavailable else "yes"} for info in infos]
         print(terminal.shown(_matrix(rows, flags) if args.capabilities else _table(rows, flags)))
-        for reason, names in _by_reason(infos).items():
+        for reason, names in by_reason(infos).items():
             print(terminal.shown(f"\nnot available: {', '.join(names)}: {reason}"))
     else:
         columns = (*FACTS, *flags, "summary")
@@ -147,7 +147,7 @@ def _table(rows: list[dict[str, Any]], flags: Sequence[str]) -> str:
     return tables.render(rows, columns, "table", empty=NOTHING) + note
 
 
-def _by_reason(infos: Sequence[VariantInfo]) -> dict[str, list[str]]:
+def by_reason(infos: Sequence[VariantInfo]) -> dict[str, list[str]]:
     """Why variants are not available -> their names."""
     reasons: dict[str, list[str]] = {}
     for info in infos:

@@ -52,7 +52,11 @@ class RecurrentAttention(Attention):
 
     def read(self, memory: Tensor, query: Tensor) -> Tensor:
         """`[B, Hkv, G, n, Dv]` from `query [B, Hkv, G, n, Dq]`, before scale; by default `q^T S`."""
-        return query @ memory[:, :, None]
+        return query.to(memory.dtype) @ memory[:, :, None]
+
+    def token_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What `scan` gets query, key and value in, of inputs of `dtype`: that of sums, unless kernels of `scan` take a narrower one."""
+        return accumulation_dtype(dtype)
 
     def scan(
         self,
@@ -77,14 +81,14 @@ class RecurrentAttention(Attention):
 
     @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        wide = accumulation_dtype(query.dtype)
-        k, v = key.to(wide), value.to(wide)
-        q = fold_groups(query.to(wide), self.num_kv_heads)  # [B, Hkv, G, Lq, Dq]
+        wide, own = accumulation_dtype(query.dtype), self.token_dtype(query.dtype)
+        k, v = key.to(own), value.to(own)
+        q = fold_groups(query.to(own), self.num_kv_heads)  # [B, Hkv, G, Lq, Dq]
         gates = {n: g.to(wide) for n, g in (call.gates or {}).items()}
         seen, state, new = call.visibility, call.state, key.shape[2]
         assert state is None or isinstance(state, RecurrentState)
         memory = (
-            k.new_zeros(k.shape[0], self.num_kv_heads, self.key_dim, self.value_dim)
+            k.new_zeros(k.shape[0], self.num_kv_heads, self.key_dim, self.value_dim, dtype=wide)
             if state is None
             else state.memory
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +128,7 @@ class Registry:
         """Add a class of the running program, above every file.
 
         `facts` are the fields of a registry row (family, formula, source, options, ...); family and formula
-        default to the class's. Raises `InvalidInput` for a bad name, an unknown fact, a name that is taken
+        default to the class's, `requires` is modules, or a mapping of modules to distributions. Raises `InvalidInput` for a bad name, an unknown fact, a name that is taken
         (unless `replaces`), or one that `replaces` nothing.
         """
         if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -152,9 +152,11 @@ class Registry:
             raise InvalidInput(f"register: there is no {name!r} to replace; {nearest(name, self._entries)}")
         known = {fact: getattr(target_class, fact, "") for fact in ("family", "formula")}
         given = {"summary": summary, "replaces": replaces, **known, **facts}
-        for fact in ("capabilities", "dtypes", "devices", "requires"):
+        for fact in ("capabilities", "dtypes", "devices"):
             if given.get(fact) is not None:
                 given[fact] = tuple(given[fact])
+        if (needed := given.get("requires")) is not None:
+            given["requires"] = dict(needed) if isinstance(needed, Mapping) else {m: m for m in needed}
         row = Row(
             name,
             Spot(Path(), 0, 0, name),

@@ -19,6 +19,7 @@ from attnlab.registry.yaml_reader import Mapping, Node, Scalar, Sequence, descri
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
 NAME_RULE = "lower-case letters, digits and underscores, a letter first, 60 at most"
+DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # PyPI's rule for names
 LONGEST_TEXT = 1000  # characters of a field's text: messages and listings repeat it whole
 LONGEST_OPTION = 60  # of an option's name
 # What these mean in transformers is taken: a name that contains one is routed elsewhere there.
@@ -184,18 +185,28 @@ def hf_name(at: At) -> str:
     return value
 
 
-def module_names(at: At) -> tuple[str, ...]:
-    """Top-level module names, which can be looked for without importing anything."""
+def required(at: At) -> dict[str, str]:
+    """Top-level module -> what pip installs it by, which a list of modules leaves to be the same name.
 
-    def check(inner: At) -> str:
-        value = text(inner)
-        if not value.isidentifier() or keyword.iskeyword(value):
-            inner.spot.fail(
-                f"expected the name of a top-level module (no dots, no versions), got {quoted(value)}"
-            )
-        return value
+    Modules can be looked for without importing anything.
+    """
+    if not isinstance(at.node, Mapping):
+        return {module: module for module in _listed(at, lambda inner: _module(text(inner), inner.spot))}
+    entries = mapping(at, "a list of modules, or a mapping of modules to distributions")
+    return {_module(name, entry.spot): _distribution(entry) for name, entry in entries.items()}
 
-    return _listed(at, check)
+
+def _module(name: str, spot: Spot) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        spot.fail(f"expected the name of a top-level module (no dots, no versions), got {quoted(name)}")
+    return name
+
+
+def _distribution(at: At) -> str:
+    value = text(at)
+    if not DISTRIBUTION.fullmatch(value):
+        at.spot.fail(f"expected the name of a distribution, as pip takes it, got {quoted(value)}")
+    return value
 
 
 def target(at: At) -> Target:

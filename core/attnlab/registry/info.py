@@ -20,7 +20,7 @@ from typing import Any
 from attnlab._entry_points import disabled, normalised
 from attnlab._quoting import quoted
 from attnlab.errors import AttnlabError, PluginError, RegistryFileError, VariantUnavailable
-from attnlab.registry import trust
+from attnlab.registry import devices, trust
 from attnlab.registry.merge import Entry
 
 
@@ -93,7 +93,7 @@ def describe(entry: Entry, failure: str | None) -> VariantInfo:
         capabilities=facts.get("capabilities"),
         dtypes=facts.get("dtypes", ()),
         devices=facts.get("devices", ()),
-        requires=facts.get("requires", ()),
+        requires=tuple(facts.get("requires", ())),
         api_version=facts.get("api_version"),
         file=None if row.cls else row.spot.path,
         line=row.spot.line,
@@ -118,14 +118,17 @@ def refuse(entry: Entry) -> Refusal | None:
     if entry.home.row.cls is None and (refusal := _refuse_target(entry.home)):
         return refusal
     # Every class derives from torch's Module; saying so here beats an import error later.
-    for module in (*facts.get("requires", ()), *(() if entry.home.row.cls else ("torch",))):
+    torch = {} if entry.home.row.cls else {"torch": "torch"}
+    for module, distribution in {**facts.get("requires", {}), **torch}.items():
         if not exists(module):
-            lacking = f"needs the module {module!r}, which is not installed; try: pip install {module}"
+            lacking = f"needs the module {module!r}, which is not installed; try: pip install {distribution}"
             if module in sys.stdlib_module_names:
                 lacking = (
                     f"needs the module {module!r}, which belongs to Python itself and is not part of this one"
                 )
             return Refusal(VariantUnavailable, lacking)
+    if no_device := devices.lacking(facts.get("devices", ())):
+        return Refusal(VariantUnavailable, no_device)
     return None
 
 

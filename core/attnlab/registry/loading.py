@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab._quoting import abridged, quoted, short
 from attnlab.errors import AttnlabError, PluginError, VariantUnavailable, nearest
-from attnlab.registry import trust
+from attnlab.registry import devices, trust
 from attnlab.registry.fields import Target
 from attnlab.registry.info import api_mismatch, exists
 from attnlab.registry.merge import Entry
@@ -39,6 +39,10 @@ def load_class(entry: Entry) -> type[Attention]:
     hands over the wrong thing. `KeyboardInterrupt` passes.
     """
     base = _base_class(entry)
+    if no_device := devices.lacking(
+        entry.facts.get("devices", ())
+    ):  # torch, which is imported now, knows better
+        raise VariantUnavailable(f"{entry.name}: {no_device}")
     home = entry.home
     if home.row.cls is not None:
         found: Any = home.row.cls

@@ -59,7 +59,7 @@ class Entry:
         merged = {**inherited.get("options", {}), **own.get("options", {})}
         both = {**inherited, **own, "options": merged}
         if "requires" in both:
-            both["requires"] = tuple(dict.fromkeys(inherited.get("requires", ()) + own.get("requires", ())))
+            both["requires"] = {**inherited.get("requires", {}), **own.get("requires", {})}
         return both
 
     @property

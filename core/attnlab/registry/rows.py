@@ -32,7 +32,7 @@ CHECKS: dict[str, Callable[[At], Any]] = {
     "capabilities": fields.words(*ASKABLE, *PROPERTIES),
     "dtypes": fields.words(*DTYPES),
     "devices": fields.words(*DEVICES),
-    "requires": fields.module_names,
+    "requires": fields.required,
     "options": fields.options,
     "api_version": fields.integer,
     "replaces": fields.boolean,

@@ -12,7 +12,7 @@ import pytest
 
 from attnlab import API_VERSION
 from attnlab.errors import AttnlabError, PluginError, UnknownVariant, VariantUnavailable
-from attnlab.registry import Registry, info
+from attnlab.registry import Registry, devices, info
 
 pytestmark = [pytest.mark.no_torch, pytest.mark.usefixtures("pretend_torch")]
 
@@ -85,6 +85,58 @@ def test_a_required_module_that_is_missing_is_named_with_what_to_do(write: Write
     said = unavailable(one(write, "target: 'json:C', requires: [json, no_such_kernels]"), VariantUnavailable)
     assert (
         said == "needs the module 'no_such_kernels', which is not installed; try: pip install no_such_kernels"
+    )
+
+
+def test_a_required_module_may_be_installed_under_another_name(write: Write) -> None:
+    registry = one(write, "target: 'json:C', requires: {json: json, no_such_fla: no-such.linear_attention}")
+    assert registry.info("x").requires == ("json", "no_such_fla")
+    said = unavailable(registry, VariantUnavailable)
+    assert said.endswith(
+        "needs the module 'no_such_fla', which is not installed; try: pip install no-such.linear_attention"
+    )
+
+
+def test_a_registered_class_may_require_modules_by_either_way(write: Write) -> None:
+    registry = one(write, "target: 'json:C'")
+    registry.register("y", dict, requires=iter(["no_such_kernels"]))
+    registry.register("z", dict, requires={"no_such_kernels": "no-such"})
+    assert str(registry.info("y").unavailable).endswith("pip install no_such_kernels")
+    assert str(registry.info("z").unavailable).endswith("pip install no-such")
+
+
+class Torch:
+    """A stand-in for the module `torch`: what it says of its devices."""
+
+    def __init__(self, available: bool) -> None:
+        self.cuda = self.xpu = self
+        self.is_available = lambda: available
+
+
+@pytest.mark.parametrize("imported", [True, False])
+@pytest.mark.parametrize("here", [True, False])
+def test_a_variant_of_a_device_that_is_not_here_says_so(
+    write: Write, monkeypatch: pytest.MonkeyPatch, imported: bool, here: bool
+) -> None:
+    """Torch is asked where the program has imported it, else the system where it shows a driver."""
+    monkeypatch.setitem(sys.modules, "torch", Torch(here) if imported else None)
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    monkeypatch.setattr(devices.os.path, "exists", lambda path: here and path == "/dev/nvidiactl")
+    assert one(write, "target: 'json:C', devices: [cpu, cuda]").info("x").unavailable is None
+    assert one(write, "target: 'json:C'").info("x").unavailable is None, "nothing is said of devices"
+    said = one(write, "target: 'json:C', devices: [cuda]").info("x").unavailable
+    sentence = "computes on cuda alone, and there is no such device here; `attnlab doctor` shows the devices"
+    assert said == (None if here else sentence)
+
+
+def test_a_device_that_only_torch_could_tell_of_is_given_the_benefit_of_the_doubt(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert one(write, "target: 'json:C', devices: [xpu]").info("x").unavailable is None
+    monkeypatch.setitem(sys.modules, "torch", Torch(False))
+    assert "computes on xpu alone" in str(
+        one(write, "target: 'json:C', devices: [xpu]").info("x").unavailable
     )
 
 

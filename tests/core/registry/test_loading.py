@@ -11,7 +11,7 @@ import pytest
 
 import attnlab
 from attnlab.errors import InvalidInput, PluginError, RegistryFileError, VariantUnavailable
-from attnlab.registry import Registry, loading
+from attnlab.registry import Registry, devices, loading
 from attnlab.registry.trust import trust
 
 Write = Callable[[str, str], Path]
@@ -400,8 +400,21 @@ def test_a_registered_class_that_is_no_variant_fails_at_use(make: Callable[..., 
         registry.create("mine", **DIMS)
 
 
+def test_a_device_that_torch_alone_can_tell_of_is_asked_for_before_the_module_runs(
+    make: Callable[..., Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None, "computes on cuda alone"])  # before torch is imported, and after
+    monkeypatch.setattr(devices, "lacking", lambda _: next(answers))
+    with pytest.raises(VariantUnavailable, match=r"^x: computes on cuda alone$"):
+        make().create("x", **DIMS)
+
+
 def test_every_built_in_variant_can_be_made_from_its_row() -> None:
     registry = Registry.default(project_dir=Path("/nonexistent"))
     assert registry.problems == []
     for name in registry.names():
-        assert registry.create(name, num_heads=2, head_dim=8).name == name
+        if registry.info(name).unavailable:
+            with pytest.raises(VariantUnavailable, match=rf"^{name}: "):
+                registry.create(name, num_heads=2, head_dim=8)
+        else:
+            assert registry.create(name, num_heads=2, head_dim=8).name == name

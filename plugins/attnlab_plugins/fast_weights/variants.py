@@ -1,4 +1,4 @@
-"""Fast weight programmers: a memory that each token writes to, by a sum or a correction, fading or not. Needs torch."""
+"""The formulas, by attnlab's own products of matrices and kernels. Needs torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab import GateSpec, InvalidInput, RecurrentAttention
-from attnlab.engines import chunked_recurrence
+from attnlab.engines import accumulation_dtype, chunked_recurrence
 
 # Below this many tokens at once, as in decoding, one after the other is quicker.
 _FEW = 4
@@ -35,6 +35,18 @@ class FastWeightsAttention(RecurrentAttention):
         """`[B, Hkv, ...]` or `[B, Hkv, ..., Dk]` for `key [B, Hkv, ..., Dk]`; None where nothing fades."""
         return gates.get("log_decay")
 
+    def without_absent(
+        self, key: Tensor, value: Tensor, gates: Mapping[str, Tensor], present: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """`(key, value, beta, log_decay)` of `scan`'s tokens, where an absent one writes nothing and nothing fades at it."""
+        beta, decay = gates.get("beta"), self.log_decay(gates, key)
+        if present is not None:
+            gone = ~present[:, None, :]
+            key, value = (x.masked_fill(gone[..., None], 0) for x in (key, value))
+            if decay is not None:
+                decay = decay.masked_fill(gone if decay.dim() == 3 else gone[..., None], 0)
+        return key, value, beta, decay
+
     def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         decay = self.log_decay(gates, key)
         if decay is not None:
@@ -58,12 +70,7 @@ class FastWeightsAttention(RecurrentAttention):
     ) -> tuple[Tensor | None, Tensor]:
         if key.shape[2] < _FEW:
             return super().scan(memory, query, key, value, gates, present, recording=recording)
-        beta, decay = gates.get("beta"), self.log_decay(gates, key)
-        if present is not None:  # an absent token writes nothing and nothing fades at it
-            gone = ~present[:, None, :]
-            key, value = (x.masked_fill(gone[..., None], 0) for x in (key, value))
-            if decay is not None:
-                decay = decay.masked_fill(gone if decay.dim() == 3 else gone[..., None], 0)
+        key, value, beta, decay = self.without_absent(key, value, gates, present)
         return chunked_recurrence(
             memory,
             query,
@@ -152,7 +159,7 @@ class GatedAttention(_Fading):
     def log_decay(self, gates: Mapping[str, Tensor], key: Tensor) -> Tensor | None:
         if self.options["decay"] != "retention":
             return super().log_decay(gates, key)
-        heads = torch.arange(self.num_kv_heads, device=key.device, dtype=key.dtype)
+        heads = torch.arange(self.num_kv_heads, device=key.device, dtype=accumulation_dtype(key.dtype))
         rates = torch.log1p(-(2.0 ** (-5 - heads)))
         return rates.view(-1, *[1] * (key.dim() - 3)).expand(key.shape[:-1])
 
