@@ -1,4 +1,4 @@
-"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check`, `dates` and `capacity`, and workloads.
+"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check`, `dates`, `capacity` and `models`, and workloads.
 
 Imported when commands are looked up, so it imports no torch; running the command does.
 """
@@ -14,6 +14,7 @@ from attnlab.hooks import Command, plugin_manager
 from attnlab_evaluations import gpu_settings, settings, workloads
 from attnlab_evaluations.capacity import settings as capacity_settings
 from attnlab_evaluations.dates import settings as dates_settings
+from attnlab_evaluations.models import settings as models_settings
 
 
 @hookimpl
@@ -42,6 +43,12 @@ def attnlab_commands() -> list[Command]:
             help="train each variant as an associative memory: how many keys it holds, and whether it can overwrite",
             configure=capacity_settings.configure,
             run=_run_capacity,
+        ),
+        Command(
+            name="models",
+            help="every variant by its name in tiny models of Hugging Face transformers: equal, working, or refused and why",
+            configure=models_settings.configure,
+            run=_run_models,
         ),
     ]
 
@@ -85,3 +92,10 @@ def _run_capacity(args: Namespace) -> int:
     from attnlab_evaluations.capacity.run import run_capacity
 
     return run_capacity(chosen)
+
+
+def _run_models(args: Namespace) -> int:
+    chosen = models_settings.settle(args)
+    from attnlab_evaluations.models.run import run_models
+
+    return run_models(chosen)

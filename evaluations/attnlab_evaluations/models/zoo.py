@@ -202,3 +202,4 @@ _ALL = (
     ),
 )
 TINY = {tiny.name: tiny for tiny in _ALL}
+"""By the names of `settings.MODELS`, in their order."""

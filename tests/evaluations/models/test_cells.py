@@ -1,0 +1,167 @@
+"""The matrix's judge: true cells of each kind, and what it must find wrong when the adapter is broken in one way."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+import attnlab
+from attnlab.integrations import _transformers_function as function
+from attnlab.integrations import _transformers_install as installing
+from attnlab.integrations import _transformers_layers as layers
+from attnlab.mask import AttentionMask
+from attnlab_evaluations.models import cells, report, run, settings
+from attnlab_evaluations.models.cells import EQUAL, FORWARD, REFUSED, WORKS, WRONG, Own, judge
+from attnlab_evaluations.models.zoo import TINY
+
+MATRIX = Path(__file__).resolve().parents[3] / "evaluations" / "MODELS.md"
+
+
+@pytest.fixture(scope="module")
+def own():
+    made = {}
+    with run._quiet():
+        yield lambda name: made.setdefault(name, Own(TINY[name]))
+
+
+def test_models_are_those_of_the_command():
+    assert tuple(TINY) == settings.MODELS
+
+
+@pytest.mark.parametrize("model", settings.MODELS)
+def test_dot_product_is_every_models_own_attention(own, model):
+    cell = judge(own(model), "dot_product")
+    assert (cell.status, cell.note) == (EQUAL, "")
+    assert cell.error < cells.CLOSE
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "status", "note"),
+    [
+        ("bert", "additive", WORKS, ""),
+        ("llama", "linearised", WORKS, ""),
+        ("llama", "gated_delta", WORKS, "StateCache"),
+        ("bart", "gated", WORKS, "StateCache"),
+        ("whisper", "multiplicative_local_m", WORKS, ""),
+        ("clip", "linearised_hedgehog", WORKS, ""),
+        ("mistral", "sliding_window", WORKS, "StateCache"),
+        ("gpt2", "multiplicative_location", FORWARD, "one length"),
+        ("t5", "linearised", REFUSED, "bias="),
+        ("gpt-oss", "linearised", REFUSED, "sinks="),
+    ],
+)
+def test_other_variants_work_in_their_own_way_or_say_why_not(own, model, variant, status, note):
+    cell = judge(own(model), variant)
+    assert cell.status == status
+    assert note in cell.note
+
+
+def broken(monkeypatch, target, name, change):
+    original = getattr(target, name)
+    monkeypatch.setattr(target, name, lambda *args, **more: change(original, *args, **more))
+
+
+def without(word):
+    def change(original, *args, **more):
+        asked = original(*args, **more)
+        asked.pop(word, None)
+        mask = asked.get("mask")
+        if isinstance(mask, AttentionMask):
+            kept = {part: getattr(mask, part) for part in mask.given() if part != word}
+            asked["mask"] = AttentionMask(**kept)
+        return asked
+
+    return change
+
+
+@pytest.mark.parametrize("variant", ["dot_product", "linearised"])
+def test_a_dropped_causality_is_found(own, monkeypatch, variant):
+    broken(monkeypatch, function, "_visibility", without("causal"))
+    cell = judge(own("llama"), variant)
+    assert cell.status == WRONG
+    assert "differ" in cell.note or "before it" in cell.note
+
+
+@pytest.mark.parametrize("variant", ["dot_product", "additive"])
+def test_a_dropped_padding_is_found(own, monkeypatch, variant):
+    broken(monkeypatch, function, "_visibility", without("key_mask"))
+    assert judge(own("bert"), variant).status == WRONG
+
+
+def test_a_dropped_window_soft_cap_or_scale_is_found(own, monkeypatch):
+    with monkeypatch.context() as patch:
+        broken(patch, function, "_extras", without("softcap"))
+        assert judge(own("gemma2"), "dot_product").status == WRONG
+    with monkeypatch.context() as patch:
+        patch.setattr(function, "_put_scale", lambda *_: None)
+        assert judge(own("t5"), "dot_product").status == WRONG
+    broken(monkeypatch, function, "_visibility", without("window"))
+    assert judge(own("mistral"), "dot_product").status == WRONG
+
+
+def test_positions_that_start_anew_in_every_step_are_found(own, monkeypatch):
+    monkeypatch.setattr(installing, "first_position", lambda *_: 0)
+    assert judge(own("whisper"), "multiplicative_local_m").status == WRONG
+
+
+def test_a_state_that_is_not_carried_on_is_found(own, monkeypatch):
+    monkeypatch.setattr(installing, "state_layer", lambda *_: None)
+    cell = judge(own("llama"), "gated_delta")
+    assert cell.status == WRONG
+    assert "its model did not call the variant" in cell.note
+
+
+def test_a_layer_that_does_not_call_is_found(own, monkeypatch):
+    broken(
+        monkeypatch,
+        layers,
+        "choose",
+        lambda choose, model, name: (
+            choose(model, name)
+            or setattr(model, "_attn", model.encoder.layer[1])
+            or setattr(model.encoder.layer[1].attention.self, "config", TINY["bert"].build().config)
+        ),
+    )
+    cell = judge(own("bert"), "dot_product")
+    assert cell.status == WRONG
+    assert "encoder.layer.1.attention.self" in cell.note
+
+
+def test_gradients_that_do_not_arrive_are_found(own, monkeypatch):
+    broken(
+        monkeypatch,
+        function.ModelFunction,
+        "__call__",
+        lambda call, *args, **more: tuple(x if x is None else x.detach() for x in call(*args, **more)),
+    )
+    cell = judge(own("bert"), "dot_product")
+    assert cell.status == WRONG
+    assert "no gradient reaches" in cell.note
+
+
+def statuses(text):
+    rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("| ")]
+    heads = [word.strip() for word in rows[0]]
+    return {
+        (model, row[0].strip()): word.split()[0]
+        for row in rows[1:]
+        for model, word in zip(heads[1:], (w.strip() for w in row[1:]), strict=True)
+    }
+
+
+def test_the_documented_matrix_covers_every_variant_and_model_and_nothing_is_wrong_in_it():
+    found = statuses(MATRIX.read_text())
+    assert {model for model, _ in found} == set(settings.MODELS)
+    assert {variant for _, variant in found} == set(attnlab.names())
+    assert WRONG not in found.values()
+    assert re.match(report.TITLE, MATRIX.read_text())
+
+
+@pytest.mark.full
+def test_the_documented_matrix_is_what_the_command_finds(own, tmp_path):
+    with torch.random.fork_rng():
+        asked = settings.ModelsSettings(tuple(attnlab.names()), write=tmp_path / "now.md", form="markdown")
+        assert run.run_models(asked) == 0
+    assert statuses((tmp_path / "now.md").read_text()) == statuses(MATRIX.read_text())
