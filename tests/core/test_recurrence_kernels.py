@@ -50,18 +50,10 @@ def by_loop(
     return torch.stack(outs, 3) if outs else query.new_zeros(*query.shape[:4], value.shape[3]), state
 
 
-def by_engine(
-    memory: Tensor,
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None = None,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor]:
-    corrects = beta is not None
-    return chunked_recurrence(
-        memory, query, key, value, beta=beta, log_decay=log_decay, corrects=corrects, recording=True
-    )
+def by_engine(*tensors: Tensor | None, **named: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The same arguments."""
+    given = dict.fromkeys(ORDER) | dict(zip(ORDER, tensors, strict=False)) | named
+    return chunked_recurrence(**given, corrects=given["beta"] is not None, recording=True)
 
 
 def drawn(
@@ -123,10 +115,8 @@ def compare_beside_float32(given: dict[str, Tensor], directions: tuple[Tensor, .
     plain = results(by_loop, given, directions, dtype=torch.float32)
     mine = results(by_engine, given, directions, dtype=torch.float32)
     assert mine.keys() == exact.keys()
-    for name, x in mine.items():
-        if not x.numel():
-            continue
-        size = exact[name].abs().max()
+    for name in (n for n, x in mine.items() if x.numel()):
+        x, size = mine[name], exact[name].abs().max()
         if name == "of memory":
             size = torch.maximum(size, directions[-1].abs().max())
         error, allowed = (x - exact[name]).abs().max(), 2 * (plain[name] - exact[name]).abs().max()
@@ -342,8 +332,7 @@ def test_the_rest_stays_with_torch(corrects: bool, launched: list[str]) -> None:
     run(*(x.double() for x in tensors))
     by_channels = given["log_decay"][..., None].expand(-1, -1, -1, 5)
     chunked_recurrence(**given | {"log_decay": by_channels}, corrects=corrects)
-    wide = drawn((1, 1, 2, 257, 1), corrects=corrects)
-    by_engine(**wide)
+    by_engine(**drawn((1, 1, 2, 257, 1), corrects=corrects))
     mapped = torch.func.vmap(run)(*(torch.stack([x, x]) for x in tensors))
     torch.func.jvp(run, tensors, tensors)
     torch.export.export(_Module(order), tensors)
