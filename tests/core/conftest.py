@@ -1,4 +1,4 @@
-"""Registry files written by tests, and packages installed by hand: a module and its metadata in a folder."""
+"""Registry files written by tests, packages installed by hand (a module and its metadata in a folder), and kernels that are interpreted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -89,3 +90,23 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     for name in set(sys.modules) - before:
         if getattr(sys.modules[name], "__file__", None) and str(site) in str(sys.modules[name].__file__):
             del sys.modules[name]
+
+
+@pytest.fixture
+def launched(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Calls of recurrences go through Triton kernels, interpreted: the names of those launched, of which there must be some."""
+    import numpy
+
+    from attnlab.engines import recurrence_triton
+
+    names: list[str] = []
+    real = recurrence_triton.run_kernel
+
+    def run_kernel(kernel: Any, *rest: Any, **arguments: Any) -> None:
+        names.append(kernel.fn.__name__)
+        real(kernel, *rest, **arguments)
+
+    monkeypatch.setattr(recurrence_triton, "run_kernel", run_kernel)
+    with numpy.errstate(over="ignore", invalid="ignore"):  # what a GPU computes without a word
+        yield names
+    assert names

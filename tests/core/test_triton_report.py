@@ -62,24 +62,28 @@ def test_no_kernel_of_half_precision_spills_or_asks_for_too_much(arch: int) -> N
     assert not [r for r in rows if r["spills"] or r["stack"] or r["shared"] > SHARED_MEMORY[arch]]
 
 
+@pytest.mark.parametrize(
+    ("call", "kernels"),
+    [("recurrence", ("forward", "backward")), ("correction", ("solve", "forward", "backward"))],
+    ids=["sum", "correction"],
+)
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
-def test_no_kernel_of_recurrences_spills_or_asks_for_too_much_in_float32(arch: int) -> None:
-    code, rows = compiled(
-        "--arch", str(arch), "--call", "recurrence", "--dtype", "float32", "--width", "64", "128"
-    )
+def test_no_kernel_of_recurrences_spills_or_asks_for_too_much_in_float32(
+    arch: int, call: str, kernels: tuple[str, ...]
+) -> None:
+    code, rows = compiled("--arch", str(arch), "--call", call, "--dtype", "float32", "--width", "64", "128")
     assert code == 0
-    assert [(r["width"], r["kernel"]) for r in rows] == [
-        (w, k) for w in (64, 128) for k in ("forward", "backward")
-    ]
+    assert [(r["width"], r["kernel"]) for r in rows] == [(w, k) for w in (64, 128) for k in kernels]
     assert not [r for r in rows if r["spills"] or r["stack"] or r["shared"] > min(SHARED_MEMORY.values())]
 
 
 @pytest.mark.parametrize("width", [1, 40, 256])
 def test_kernels_of_recurrences_compile_without_decays_and_without_queries(width: int) -> None:
-    calls = ("recurrence", "recurrence sums", "recurrence state")
-    code, rows = compiled("--arch", "90", "--call", *calls, "--width", str(width))
+    sums = ("recurrence", "recurrence sums", "recurrence state")
+    corrections = ("correction", "correction alone", "correction state")
+    code, rows = compiled("--arch", "90", "--call", *sums, *corrections, "--width", str(width))
     assert code == 0
-    assert len(rows) == 6
+    assert len(rows) == 2 * len(sums) + 3 * len(corrections)
 
 
 def test_a_kernel_compiled_twice_has_the_worse_of_each_figure(

@@ -7,7 +7,7 @@ the u of a chunk that corrects solve `(1 + beta M) u = beta (v - (k e^T) S)`, `M
 Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 3, with the decays of "Gated
 Delta Networks", section 3.3. Every exponent is a sum of g between two tokens, so 0 or less: nothing overflows.
 
-On CUDA Triton kernels do it in float32 where nothing corrects and g is one number a token, see `recurrence_triton`. No GPU has run those.
+On CUDA Triton kernels do it in float32 where g is one number a token or none, see `recurrence_triton`. No GPU has run those.
 
 Notation: X heads of all items; G query heads a key head; N chunks of C tokens; D key, E value width.
 """
@@ -61,12 +61,14 @@ def chunked_recurrence(
     memory `[B, H, D, E]`; key `[B, H, L, D]`; value `[B, H, L, E]`; beta `[B, H, L]`; log_decay 0 or less, `[B, H, L]` or
     `[B, H, L, D]`. All in one dtype, float32 or better. query None reads nothing. `O(L C (D + E) + L D E)` work, `O(L)` memory;
     while `recording`, the pairs that decays of channels need are formed again in the backward. Triton kernels have chunks of their own
-    and keep the inputs alone; a gradient of their gradient is that of the form in torch.
+    and keep the inputs, and u where writing corrects; a gradient of their gradient is that of the form in torch.
     """
-    if not corrects and _by_kernels(memory, query, key, value, beta, log_decay):
-        if beta is not None:
-            value = value * beta[..., None]
-        return _served(memory, query, key, value, log_decay)
+    if _by_kernels(memory, query, key, value, beta, log_decay):
+        if corrects:
+            beta = torch.ones_like(key[..., 0]) if beta is None else beta
+        elif beta is not None:
+            value, beta = value * beta[..., None], None
+        return _served(memory, query, key, value, beta, log_decay)
     return _by_torch(memory, query, key, value, beta, log_decay, corrects, chunk, recording)
 
 
@@ -84,36 +86,43 @@ def _by_kernels(*given: Tensor | None) -> bool:
 
 
 def _served(
-    memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, log_decay: Tensor | None
+    memory: Tensor,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
-    given = (memory, query, key, value, log_decay)
+    """beta is None where nothing corrects."""
+    given = (memory, query, key, value, beta, log_decay)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         made: tuple[Tensor | None, Tensor] = _Recurrence.apply(*given)  # type: ignore[no-untyped-call]
         return made
-    return recurrence_triton.forward(*given)
+    out, last, _ = recurrence_triton.forward(*given)
+    return out, last
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, Tensor]:
-        out, last = recurrence_triton.forward(*given)
-        ctx.save_for_backward(*given, None if given[4] is None else last)
+        out, last, updates = recurrence_triton.forward(*given)
+        ctx.save_for_backward(*given, updates)
         ctx.set_materialize_grads(False)
         return out, last
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        memory, query, key, value, log_decay, last = ctx.saved_tensors
+        memory, query, key, value, beta, log_decay, updates = ctx.saved_tensors
+        given = (memory, query, key, value, beta, log_decay)
         needed = ctx.needs_input_grad
         if torch.is_grad_enabled():  # gradients of these gradients are wanted
-            results = _by_torch(memory, query, key, value, None, log_decay, False, CHUNK, True)
-            given = (memory, query, key, value, log_decay)
+            results = _by_torch(*given, beta is not None, CHUNK, True)
             wanted = [x for x, n in zip(given, needed, strict=True) if n]
             made = _gradients_of(results, wanted, (grad_out, grad_last))
             return tuple(next(made) if n else None for n in needed)
         if grad_out is None and grad_last is None:
             return (None,) * len(needed)
-        found = recurrence_triton.backward(grad_out, grad_last, memory, query, key, value, log_decay, last)
+        found = recurrence_triton.backward(grad_out, grad_last, *given, updates)
         return tuple(g if n else None for g, n in zip(found, needed, strict=True))
 
 

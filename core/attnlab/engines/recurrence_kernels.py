@@ -1,9 +1,13 @@
-"""The Triton kernels of fast-weight recurrences by sums, and nothing else: this module imports triton. `recurrence_triton` launches them.
+"""The Triton kernels of fast-weight recurrences, and nothing else: this module imports triton. `recurrence_triton` launches them.
 
-`S_t = e^{g_t} S_{t-1} + k_t v_t^T` and what queries read of it, walked in order by one kernel; what later tokens ask of it, walked
-backwards by the other. Both serve twice, as the transposed memory is the recurrence with keys and values exchanged: the reading
-of outputs' gradients is the gradient of queries, and so on. A program has a block of the memory's columns in registers and all
-chunks to itself, so nothing is added across programs and the same bits come each time.
+`S_t = e^{g_t} S_{t-1} + k_t u_t^T` and what queries read of it, walked in order by one kernel; what later tokens ask of it, walked
+backwards by another. Both serve twice, as the transposed memory is the recurrence with keys and u exchanged: the reading of
+outputs' gradients is the gradient of queries, and so on. A program has a block of the memory's columns in registers and all chunks
+to itself, so nothing is added across programs and the same bits come each time.
+
+u are the values, or `beta_t (v_t - (e^{g_t} S_{t-1})^T k_t)` where writing corrects. In a chunk that begins with the state S they are
+`R beta (v - (k e^T) S)`, `R = (1 + beta M)^{-1}`, see `chunked_recurrence`; a kernel of its own makes R for all chunks at once. Backwards,
+R^T adds to the gradient of each u of a chunk what the chunk's later corrections pass on to it.
 
 T, the sums of g since a chunk began, come in two float32 parts, the second what the first rounds off: a difference of two is then
 as exact as float32 can say it, however far from 0 both are. Exponents are sums between two tokens, 0 or less.
@@ -60,12 +64,57 @@ def reading(
 
 
 @triton.jit
+def solve_kernel(
+    key,
+    totals,
+    rates,
+    solved,
+    key_strides,
+    heads,
+    length,
+    rows,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """solved, contiguous float32 [B H, chunks, C, C]: R, the inverse of `1 + beta M`, `M_ij = k_i^T e^{T_i - T_j} k_j` for j < i, else 0.
+
+    By substitution, one row after the other. rates, contiguous float32 [B H, chunks C], are beta; the others as in `forward_kernel`.
+    Grid (B H chunks,).
+    """
+    chunks = tl.cdiv(length, CHUNK)
+    x, n = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    key_at = key + (x // heads) * key_strides[0] + (x % heads) * key_strides[1]
+    i = tl.arange(0, CHUNK)
+    t = (n * CHUNK + i).to(tl.int64)
+    earlier = i[:, None] < i[None, :]
+    inside = pairs(key_at, key_at, t, key_strides[2:], key_strides[2:], length, rows, CHUNK, BLOCK_D)
+    if totals is not None:
+        total_at = totals + x * 2 * (chunks * CHUNK)
+        high = tl.load(total_at + t)
+        low = tl.load(total_at + chunks * CHUNK + t)
+        apart = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+        inside = inside * tl.exp(tl.where(earlier, apart, 0.0))
+    rate = tl.load(rates + x * (chunks * CHUNK) + t)
+    # (beta M)^T: what is taken of a column lies among threads as the rows of `inverse` do.
+    inside = tl.where(earlier, inside * rate[None, :], 0.0)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for row in range(1, CHUNK):
+        factors = tl.sum(tl.where(i[None, :] == row, inside, 0.0), axis=1)
+        known = tl.sum(factors[:, None] * inverse, axis=0)
+        inverse -= tl.where(i[:, None] == row, known[None, :], 0.0)
+    tl.store(solved + ((x * chunks + n) * CHUNK + i[:, None]) * CHUNK + i[None, :], inverse)
+
+
+@triton.jit
 def forward_kernel(
     query,
     key,
     value,
     memory,
     totals,
+    rates,
+    solved,
+    updates,
     out,
     last,
     query_strides,
@@ -77,6 +126,7 @@ def forward_kernel(
     length,
     rows,
     columns,
+    OWN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -84,8 +134,9 @@ def forward_kernel(
     """out, contiguous float32 [B, H, G, L, E]: query_t^T S_t, and last, contiguous float32 [B, H, D, E]: S_L, of S_0 = memory.
 
     query [B, H, G, L, D], key [B, H, L, D], value [B, H, L, E] and memory [B, H, D, E] are of any strides; totals, contiguous float32
-    [B H, 2, chunks C], are T and what rounding took of it, or None where nothing fades. last may be None; out is not written where
-    groups, G, is 0. Grid (B H blocks of E,), those of a head beside each other.
+    [B H, 2, chunks C], are T and what rounding took of it, or None where nothing fades. updates, contiguous float32 [B, H, L, E], are u,
+    of beta and R as in `solve_kernel`; these three are None where u is value. last may be None; out is not written where groups, G,
+    is 0. Without OWN, k_t u_t^T is not in what is read at t. Grid (B H blocks of E,), those of a head beside each other.
     """
     blocks = tl.cdiv(columns, BLOCK_E)
     x = (tl.program_id(0) // blocks).to(tl.int64)
@@ -93,7 +144,7 @@ def forward_kernel(
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     e = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     i = tl.arange(0, CHUNK)
-    earlier = i[None, :] <= i[:, None]
+    earlier = (i[None, :] <= i[:, None]) if OWN else (i[None, :] < i[:, None])
     chunks = tl.cdiv(length, CHUNK)
     key_at = key + item * key_strides[0] + head * key_strides[1]
     value_at = value + item * value_strides[0] + head * value_strides[1]
@@ -107,6 +158,15 @@ def forward_kernel(
             total_at = totals + x * 2 * (chunks * CHUNK)
             high = tl.load(total_at + t)
             low = tl.load(total_at + chunks * CHUNK + t)
+        if solved is not None:
+            held = reading(key_at, state, t, key_strides[2:], length, rows, CHUNK, BLOCK_D, BLOCK_E)
+            if totals is not None:
+                held = held * tl.exp(high + low)[:, None]
+            rate = tl.load(rates + x * (chunks * CHUNK) + t)
+            r = tl.load(solved + ((x * chunks + n) * CHUNK + i[:, None]) * CHUNK + i[None, :])
+            v = product(r, rate[:, None] * (v - held))
+            to = (x * length + t[:, None]) * columns + e
+            tl.store(updates + to, v, mask=(t[:, None] < length) & (e < columns))
         if out is not None:
             q_at = query + item * query_strides[0] + head * query_strides[1]
             out_at = out + (x * groups * length + t[:, None]) * columns + e
@@ -141,6 +201,8 @@ def backward_kernel(
     value,
     memory,
     totals,
+    rates,
+    solved,
     out,
     first,
     query_strides,
@@ -152,15 +214,16 @@ def backward_kernel(
     length,
     rows,
     columns,
+    OWN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """out, contiguous float32 [B, H, L, E]: query_t^T A_t, and first, contiguous float32 [B, H, D, E]: e^{g_1} A_1; either may be None.
+    """out, contiguous float32 [B, H, L, E]: query_t^T A_t, and first, contiguous float32 [B, H, D, E]: e^{g_1} A_1; first may be None.
 
     A_t = e^{g_{t+1}} A_{t+1} + sum over the group of key_t value_t^T, without its e for the last token, where memory stands in
     [B, H, D, E], or zeros for None. query [B, H, L, D], key [B, H, G, L, D] and value [B, H, G, L, E]: this time the group is on the
-    side that writes. Else as `forward_kernel`.
+    side that writes. Given R and beta, A_t - beta_t query_t out_t^T takes A_t's place in e^{g_t} A_t. Else as `forward_kernel`.
     """
     blocks = tl.cdiv(columns, BLOCK_E)
     x = (tl.program_id(0) // blocks).to(tl.int64)
@@ -168,7 +231,7 @@ def backward_kernel(
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     e = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     i = tl.arange(0, CHUNK)
-    later = i[None, :] >= i[:, None]
+    later = (i[None, :] >= i[:, None]) if OWN else (i[None, :] > i[:, None])
     chunks = tl.cdiv(length, CHUNK)
     query_at = query + item * query_strides[0] + head * query_strides[1]
     if memory is not None:
@@ -205,9 +268,16 @@ def backward_kernel(
                 state += product(k, v)
                 k_at += key_strides[2]
                 v_at += value_strides[2]
-        if out is not None:
-            to = (x * length + t[:, None]) * columns + e
-            tl.store(out + to, read, mask=(t[:, None] < length) & (e < columns))
+        if solved is not None:
+            r = tl.load(solved + ((x * chunks + n) * CHUNK + i[None, :]) * CHUNK + i[:, None])  # R^T
+            read = product(r, read)
+            rate = tl.load(rates + x * (chunks * CHUNK) + t)
+            k = tile(query_at, d[:, None], t[None, :], query_strides[3], query_strides[2], rows, length)
+            if totals is not None:
+                k = k * tl.exp(high + low)[None, :]
+            state -= product(k, rate[:, None] * read)
+        to = (x * length + t[:, None]) * columns + e
+        tl.store(out + to, read, mask=(t[:, None] < length) & (e < columns))
     if first is not None:
         to = (x * rows + d[:, None]) * columns + e
         tl.store(first + to, state, mask=(d[:, None] < rows) & (e < columns))

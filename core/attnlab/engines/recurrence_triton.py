@@ -1,9 +1,9 @@
 """Fast-weight recurrences by Triton kernels: what they are given, forward and backward. Needs torch, and triton when called.
 
-Nothing here reads the value of a tensor. Backward keeps the inputs and the last state, and walks the tokens again.
+Nothing here reads the value of a tensor. Backward keeps the inputs and what corrections wrote, and walks the tokens again.
 
-Shapes: query `[B, H, G, L, D]` or None, key `[B, H, L, D]`, value `[B, H, L, E]`, memory `[B, H, D, E]`, log_decay `[B, H, L]` or None;
-float32, bfloat16 or float16, of any strides, D and E at most `WIDEST`.
+Shapes: query `[B, H, G, L, D]` or None, key `[B, H, L, D]`, value `[B, H, L, E]`, memory `[B, H, D, E]`, beta and log_decay `[B, H, L]`
+or None; float32, bfloat16 or float16, of any strides, D and E at most `WIDEST`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ WIDEST = 256
 _REGISTERS = 255  # a thread may have; ptxas spills a few of them for a smaller number where it is not told
 
 
+class Results(NamedTuple):
+    """Of `forward`, in float32: out `[B, H, G, L, E]`, last `[B, H, D, E]`; updates, u `[B, H, L, E]` where writing corrects."""
+
+    out: Tensor | None
+    last: Tensor
+    updates: Tensor | None
+
+
 class Gradients(NamedTuple):
     """Of the inputs of `forward`, in their dtypes."""
 
@@ -29,18 +37,36 @@ class Gradients(NamedTuple):
     query: Tensor | None
     key: Tensor
     value: Tensor
+    beta: Tensor | None
     log_decay: Tensor | None
+
+
+class _Fixed(NamedTuple):
+    """What the walks know of all tokens before they begin, as `recurrence_kernels` says: T, and beta and R where writing corrects."""
+
+    totals: Tensor | None
+    rates: Tensor | None = None
+    solved: Tensor | None = None
 
 
 @in_own_precision
 def forward(
-    memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, log_decay: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """`(out [B, H, G, L, E], S_L [B, H, D, E])` in float32: `q_t^T S_t` of `S_t = e^{g_t} S_{t-1} + k_t v_t^T`, S_0 being memory."""
+    memory: Tensor,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+) -> Results:
+    """out, `q_t^T S_t` of `S_t = e^{g_t} S_{t-1} + k_t u_t^T`, S_0 being memory; last is S_L.
+
+    u_t is `beta_t (v_t - (e^{g_t} S_{t-1})^T k_t)`, or v_t where beta is None.
+    """
     out = None if query is None else _made(*query.shape[:4], value.shape[3], like=value)
     last = _made(*memory.shape, like=memory)
-    _forward_walk(memory, query, key, value, _totals(log_decay), out, last)
-    return out, last
+    updates = None if beta is None else _made(*value.shape, like=value)
+    _forward_walk(memory, query, key, value, _fixed(key, beta, log_decay), out, last, updates)
+    return Results(out, last, updates)
 
 
 @in_own_precision
@@ -51,43 +77,72 @@ def backward(
     query: Tensor | None,
     key: Tensor,
     value: Tensor,
+    beta: Tensor | None,
     log_decay: Tensor | None,
-    last: Tensor,
+    updates: Tensor | None,
 ) -> Gradients:
-    """Gradients for those of `forward`'s results, None for zeros; `last` is its second. The same bits each time.
+    """Gradients for the first two of `forward`'s results, None for zeros; updates are its third. The same bits each time.
 
-    With A_t the gradient of S_t, `dg_t = <A_t, e^{g_t} S_{t-1}> = <A_t, S_t> - k_t . dk_t`, and `<A_t, S_t> = dg_{t+1} + q_t . dq_t`,
-    as `A_t = e^{g_{t+1}} A_{t+1} + q_t dout_t^T`: so dg_t is `<dS_L, S_L>` and the sum of `q_s . dq_s - k_s . dk_s` over `s >= t`.
-    Its error is a few float32 roundings of the terms of that sum, even where they cancel, which under strong decays they do.
+    A_t is the gradient of S_t, and `d_t = A_t^T k_t` that of u_t. At t the memory is read by q_t, and where writing corrects by
+    `-beta_t k_t`, before the token's own `k_t u_t^T` is in it. With x_t the gradient of k_t through later readers, and `-beta_t k_t`
+    having the gradient p_t and q_t `p'_t + (dout_t . u_t) k_t`:
+
+        dv_t = beta_t d_t,    dbeta_t = d_t . v_t - k_t . p_t,    dk_t = x_t + (dout_t . u_t) q_t - beta_t p_t
+
+        dg_t = <dS_0, S_0> + sum over s < t of (k_s . x_s - q_s . p'_s + beta_s k_s . p_s)
+
+    as what fades at t is all that was written before, but for what was read before. Strong decays make each of these terms small, so
+    that little is left to cancel.
     """
-    totals = _totals(log_decay)
+    fixed = _fixed(key, beta, log_decay)
+    known = _Fixed(fixed.totals)  # of walks that are told u
     asked = query if grad_out is not None else None
-    of_query = None if query is None else _made(*query.shape, like=query)
-    of_key, of_value = _made(*key.shape, like=key), _made(*value.shape, like=value)
-    of_memory = _made(*memory.shape, like=memory)
-    if of_query is not None and grad_out is not None:
-        _forward_walk(memory.transpose(2, 3), grad_out, value, key, totals, of_query, None)
-    elif of_query is not None:
-        of_query.zero_()
-    _backward_walk(grad_last, key, asked, grad_out, totals, of_value, of_memory)
+    written = value if updates is None else updates
+    of_update, of_memory = _made(*value.shape, like=value), _made(*memory.shape, like=memory)
+    _backward_walk(grad_last, key, asked, grad_out, fixed, of_update, of_memory)  # d, or dv where u is v
+    readers, grads = asked, grad_out
+    if beta is not None:
+        rates = beta[..., None].float()
+        readers, grads = _joined(asked, -rates * key), _joined(grad_out, of_update)
+    of_key = _made(*key.shape, like=key)
     turned = None if grad_last is None else grad_last.transpose(2, 3)
-    _backward_walk(turned, value, grad_out, asked, totals, of_key, None)
-    of_decay = None
+    _backward_walk(turned, written, grads, readers, known, of_key, None, own=False)
+    fading = _inner(key, of_key)  # [B, H, L]: what begins to fade after t, less what need not fade any more
+    of_query, of_value, of_beta, of_decay = None, of_update, None, None
+    if readers is not None and grads is not None:
+        of_readers = _made(*readers.shape, like=key)
+        _forward_walk(memory.transpose(2, 3), grads, written, key, known, of_readers, None, own=False)
+        fading = fading - _inner(readers, of_readers).sum(2)
+        if asked is not None and grad_out is not None:
+            own = (grad_out * written.float()[:, :, None]).sum(-1, keepdim=True)  # [B, H, G, L, 1]
+            of_query = of_readers[:, :, : asked.shape[2]] + own * key[:, :, None]
+            of_key = of_key + (own * asked).sum(2)
+        if beta is not None:
+            of_correction = of_readers[:, :, -1]
+            of_beta = (_inner(of_update, value) - _inner(key, of_correction)).to(beta.dtype)
+            of_key, of_value = of_key - rates * of_correction, rates * of_update
     if log_decay is not None:
-        terms = -(key * of_key).sum(-1, dtype=torch.float64)  # [B, H, L]
-        if asked is not None and of_query is not None:
-            terms = terms + (asked * of_query).sum((2, 4), dtype=torch.float64)
-        of_decay = terms.flip(2).cumsum(2).flip(2)
-        if grad_last is not None:
-            of_decay = of_decay + (grad_last * last).sum((2, 3), dtype=torch.float64)[..., None]
+        of_decay = fading.cumsum(2) - fading + _inner(memory, of_memory).sum(2)[..., None]
         of_decay = of_decay.masked_fill(log_decay < FADED, 0).to(log_decay.dtype)
+    if of_query is None and query is not None:
+        of_query = torch.zeros_like(query)
     return Gradients(
         of_memory.to(memory.dtype),
         None if query is None or of_query is None else of_query.to(query.dtype),
         of_key.to(key.dtype),
         of_value.to(value.dtype),
+        of_beta,
         of_decay,
     )
+
+
+def _inner(one: Tensor, other: Tensor) -> Tensor:
+    return (one * other).sum(-1, dtype=torch.float64)
+
+
+def _joined(members: Tensor | None, one: Tensor) -> Tensor:
+    """`[B, H, G + 1, L, *]`: one `[B, H, L, *]` as the last member of the group."""
+    return one[:, :, None] if members is None else torch.cat((members, one[:, :, None]), 2)
 
 
 def _forward_walk(
@@ -95,9 +150,11 @@ def _forward_walk(
     query: Tensor | None,
     key: Tensor,
     value: Tensor,
-    totals: Tensor | None,
+    fixed: _Fixed,
     out: Tensor | None,
     last: Tensor | None,
+    updates: Tensor | None = None,
+    own: bool = True,
 ) -> None:
     from attnlab.engines.recurrence_kernels import forward_kernel
 
@@ -112,7 +169,8 @@ def _forward_walk(
         key=key,
         value=value,
         memory=memory,
-        totals=totals,
+        **fixed._asdict(),
+        updates=updates,
         out=out,
         last=last,
         query_strides=(0,) * 5 if query is None else query.stride(),
@@ -124,6 +182,7 @@ def _forward_walk(
         length=length,
         rows=rows,
         columns=value.shape[3],
+        OWN=own,
         CHUNK=tiles.rows,
         BLOCK_D=block_d,
         BLOCK_E=tiles.columns,
@@ -136,9 +195,10 @@ def _backward_walk(
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    totals: Tensor | None,
+    fixed: _Fixed,
     out: Tensor,
     first: Tensor | None,
+    own: bool = True,
 ) -> None:
     """`backward_kernel`, for out `[B, H, L, E]` and first `[B, H, D, E]`; key and value None where no query asked."""
     from attnlab.engines.recurrence_kernels import backward_kernel
@@ -155,7 +215,7 @@ def _backward_walk(
         key=key,
         value=value,
         memory=memory,
-        totals=totals,
+        **fixed._asdict(),
         out=out,
         first=first,
         query_strides=query.stride(),
@@ -167,6 +227,7 @@ def _backward_walk(
         length=length,
         rows=rows,
         columns=columns,
+        OWN=own,
         CHUNK=tiles.rows,
         BLOCK_D=block_d,
         BLOCK_E=tiles.columns,
@@ -176,6 +237,36 @@ def _backward_walk(
 
 def _made(*shape: int, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _fixed(key: Tensor, beta: Tensor | None, log_decay: Tensor | None) -> _Fixed:
+    from attnlab.engines.recurrence_kernels import solve_kernel
+
+    totals = _totals(log_decay)
+    if beta is None:
+        return _Fixed(totals)
+    batch, heads, length, rows = key.shape
+    chunk, block_d = _chunk(), _padded(rows)
+    chunks = -(-length // chunk)
+    rates = pad(beta.flatten(0, 1).float(), (0, chunks * chunk - length)).contiguous()
+    solved = _made(batch * heads, chunks, chunk, chunk, like=key)
+    run_kernel(
+        solve_kernel,
+        (batch * heads * chunks,),
+        Configuration(chunk, chunk, 1, 1),  # rows wait for each other, as warps would
+        key.device,
+        key=key,
+        totals=totals,
+        rates=rates,
+        solved=solved,
+        key_strides=key.stride(),
+        heads=heads,
+        length=length,
+        rows=rows,
+        CHUNK=chunk,
+        BLOCK_D=block_d,
+    )
+    return _Fixed(totals, rates, solved)
 
 
 def _totals(log_decay: Tensor | None) -> Tensor | None:

@@ -96,14 +96,17 @@ def additive_call(dtype: torch.dtype, width: int) -> None:
     additive_triton.backward(additive_triton.forward(query, key, v), query, key, v)
 
 
-def recurrence_call(dtype: torch.dtype, width: int, fades: bool = True, asked: bool = True) -> None:
-    """Fast weights of that width by sums, two query heads to each key head unless no query asked, and their gradients."""
+def recurrence_call(
+    dtype: torch.dtype, width: int, fades: bool = True, asked: bool = True, corrects: bool = False
+) -> None:
+    """Fast weights of that width, two query heads to each key head unless no query asked, and their gradients."""
     query, grad = (torch.empty(2, 2, 2, 250, width, dtype=dtype) if asked else None for _ in range(2))
     key, value = (torch.empty(2, 2, 250, width, dtype=dtype) for _ in range(2))
     memory = torch.empty(2, 2, width, width)
-    log_decay = torch.empty(2, 2, 250) if fades else None
-    _, last = recurrence_triton.forward(memory, query, key, value, log_decay)
-    recurrence_triton.backward(grad, last, memory, query, key, value, log_decay, last)
+    beta, log_decay = (torch.empty(2, 2, 250, dtype=dtype) if there else None for there in (corrects, fades))
+    given = (memory, query, key, value, beta, log_decay)
+    made = recurrence_triton.forward(*given)
+    recurrence_triton.backward(grad, made.last, *given, made.updates)
 
 
 CALLS = {
@@ -111,9 +114,12 @@ CALLS = {
     "recurrence": CompiledCall(recurrence_call),
     "recurrence sums": CompiledCall(partial(recurrence_call, fades=False)),
     "recurrence state": CompiledCall(partial(recurrence_call, asked=False)),
+    "correction": CompiledCall(partial(recurrence_call, corrects=True)),
+    "correction alone": CompiledCall(partial(recurrence_call, fades=False, corrects=True)),
+    "correction state": CompiledCall(partial(recurrence_call, asked=False, corrects=True)),
 }
 """Of the engines in this package."""
-USUAL = ("additive", "recurrence")
+USUAL = ("additive", "recurrence", "correction")
 """Those that are reported where none are named."""
 
 
