@@ -44,8 +44,8 @@ def translated(
     """What a call says of visibility, as arguments of `Attention.forward`, with as much structure as can be kept.
 
     A key_padding_mask becomes `key_mask [N, S]`, an attn_mask that is said to be causal `causal`, others `mask` or `bias` of
-    four axes. Float masks become a bias where the variant takes one; where it takes none, those that hold zeros and -inf alone
-    say who may attend, which their values tell: the one case in which values are looked at. The `appended` keys stand before
+    four axes. Float masks become a bias where the variant takes one; where it takes none they say who may attend, and hold zeros
+    and -inf alone, as `_only_hides` sees to. The `appended` keys stand before
     the others and every query sees them. Raises `InvalidInput` for another shape, dtype or device than the call's.
     """
     n, h, lq, lk, batched = sizes
@@ -65,7 +65,7 @@ def translated(
             added = bias_of(padded)
             present = added != -torch.inf
             finite = added.masked_fill(~present, 0)
-            if able.bias or not bool((finite == 0).all()):
+            if able.bias or not _only_hides(subject, finite):
                 bias = finite[:, None, None]
     if attn_mask is None:
         if is_causal:
@@ -85,7 +85,7 @@ def translated(
             allowed = ~pairs
         else:
             added = bias_of(pairs)
-            if able.bias or not bool(((added == 0) | (added == -torch.inf)).all()):
+            if able.bias or not _only_hides(subject, added.masked_fill(added == -torch.inf, 0)):
                 bias = added if bias is None else bias + added
             else:
                 allowed = added == 0
@@ -96,6 +96,22 @@ def translated(
     if causal:
         asked.update(causal=True, offset=appended)
     return asked
+
+
+def _only_hides(subject: str, finite: Tensor) -> bool:
+    """Whether a float mask, without its -inf, adds nothing to what it leaves visible.
+
+    Looked at on the CPU. On a GPU, which would have to be waited for, and in a graph it is asserted on the device: RuntimeError.
+    """
+    if finite.requires_grad:
+        return False
+    nothing = (finite == 0).all()
+    if finite.is_cpu and not torch.compiler.is_compiling():
+        return bool(nothing)
+    torch._assert_async(
+        nothing, f"{subject}: a variant without bias= takes float masks that hold zeros and -inf alone"
+    )
+    return True
 
 
 def _check(

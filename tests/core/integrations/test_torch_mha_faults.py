@@ -244,13 +244,16 @@ def test_one_graph_gives_the_same_answer_and_gradients(variant):
     torch._dynamo.reset()
 
 
-def test_looking_at_a_float_mask_breaks_the_graph_and_changes_no_answer():
-    """A variant that adds nothing to scores: what runs depends on the mask's values."""
+def test_a_float_mask_that_only_hides_is_asserted_in_a_graph_and_changes_no_answer():
+    """A variant that adds nothing to scores: the graph must not depend on the mask's values, nor drop a number among them."""
     torch._dynamo.reset()
     ours, x = module("linearised", batch_first=True), tokens(2, 5, 8)
     padding = torch.zeros(2, 5).masked_fill(torch.arange(5) >= torch.tensor([[5], [3]]), -torch.inf)
-    found = torch.compile(ours, backend="eager")(x, x, x, key_padding_mask=padding)[0]
-    assert torch.equal(found, ours(x, x, x, key_padding_mask=padding)[0])
+    whole = torch.compile(ours, backend="eager", fullgraph=True)
+    found = whole(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+    assert torch.equal(found, ours(x, x, x, key_padding_mask=padding, need_weights=False)[0])
+    with pytest.raises(RuntimeError, match="zeros and -inf alone"):
+        whole(x, x, x, key_padding_mask=padding + 1, need_weights=False)
     torch._dynamo.reset()
 
 
