@@ -134,7 +134,7 @@ def install(
     if silent:
         raise InvalidInput(
             f"install: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
-            "example={...} that reaches them, or leave them out with layers="
+            "example={...} that reaches them, or choose layers without them"
         )
     made = _made(chosen, {path: seen[path] for path in wanted})
     uninstall(model)

@@ -38,10 +38,11 @@ __all__ = ["Replacement", "replace", "restore"]
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-# What nn.Module keeps of hooks on its call. The very dicts are shared, so that a hook's handle removes it from either module.
+# What nn.Module keeps of hooks. The very dicts are shared, so that a hook's handle removes it from either module.
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _HELD = ("_parameters", "_buffers", "_modules")
 

@@ -104,8 +104,12 @@ class TimmAttention(nn.Module):
                 f"{_NAME}: the variant must have {self.num_heads} key/value heads and width {self.head_dim} in query, key and "
                 f"value, as timm's module has, got {sizes[0]} and widths {sizes[1:]}"
             )
-        for name in (*_NEEDED, *_OPTIONAL):
-            setattr(self, name, getattr(module, name, None))
+        self.norm = self.gate = None
+        for (
+            name,
+            held,
+        ) in module._modules.items():  # in its order, which is that of the parameters and of the state dict
+            setattr(self, name, held)
         if self._dropout and not attention.capabilities.dropout:
             raise UnsupportedRequest(
                 f"{_NAME}: {attention.name} declares no dropout of weights; set attn_drop.p = 0"
