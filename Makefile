@@ -29,7 +29,7 @@ help:
 	@echo 'make compare    set up once, then print the table of all variants (ARGS="..." are passed on)'
 	@echo 'make test       set up once, then run the tests (ARGS="..." are passed on to pytest)'
 	@echo 'make test-full  the tests and the long checks'
-	@echo 'make test-timm  the tests of timm models, in an environment of their own (6 GB: torch with CUDA, torchvision, timm)'
+	@echo 'make test-timm  the tests of timm models, in an environment of their own (5 GB: torch with CUDA, torchvision, timm)'
 	@echo 'make check      the conformance checks of all variants, or NAMES="flash additive"'
 	@echo 'make kernels    compile the Triton kernels for GPUs that need not be there: registers, shared memory, spills (Linux)'
 	@echo 'make gpu-check  sets nothing up: checks and speed on a CUDA device, by PYTHON and its own torch (ARGS="...")'

@@ -180,6 +180,17 @@ def test_hooks_go_on_and_their_handles_still_remove_them():
     assert len(seen) == 4
 
 
+def test_a_backward_hook_of_the_swapped_module_sees_gradients_of_inputs_after_restore_too():
+    model, x, seen = encoder(), tokens(), []
+    attnlab.replace(model, "dot_product")
+    attention = model.layers[0].self_attn
+    attention.register_full_backward_hook(lambda module, into, out: seen.append([g.shape for g in into]))
+    model(x.requires_grad_()).sum().backward()
+    attnlab.restore(model)
+    model(x).sum().backward()
+    assert seen == [[x.shape] * 3] * 2  # of query, key and value
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_is_whole_and_apart(way):
     model, x = encoder().eval(), tokens()

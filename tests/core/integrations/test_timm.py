@@ -143,6 +143,32 @@ def test_dropouts_act_in_training_alone():
     attnlab.replace(net, "linearised")
 
 
+def test_dropout_behind_the_projection_is_timms_own():
+    theirs, x = Attention(16, 4, proj_drop=0.5), torch.randn(2, 6, 16)
+    torch.manual_seed(1)
+    wanted = theirs(x)
+    assert (wanted == 0).any()
+    ours = TimmAttention(theirs)
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours(x), wanted, **CLOSE)
+
+
+def test_queries_and_keys_have_unit_length_where_the_variant_asks_for_it():
+    layer, x = Attention(16, 4, qkv_bias=False), torch.randn(1, 6, 16)
+    swapped = TimmAttention(layer, "delta_rule")
+    wanted = swapped(x, is_causal=True)
+    with torch.no_grad():
+        layer.qkv.weight[:32] *= 8  # queries and keys alike, and no power of two changes a rounding
+    torch.testing.assert_close(swapped(x, is_causal=True), wanted, atol=1e-6, rtol=0)
+
+
+def test_what_is_swapped_in_has_the_mode_and_the_dtype_of_what_it_stands_for():
+    net = model().double()
+    attnlab.replace(net, "gated_delta")
+    assert not any(module.training for module in net.modules())
+    assert {p.dtype for p in net.parameters()} == {torch.float64}
+
+
 def test_trained_weights_come_back_with_the_original():
     net, x = model(), images()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
