@@ -1,6 +1,6 @@
 # `make` prints this file's targets. Needs Python >= 3.10, git and make; everything else goes into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help compare test test-full check gpu-check kernels triton lint clean always
+.PHONY: help compare test test-full test-timm check gpu-check kernels triton lint clean always
 .SUFFIXES:
 
 # What a user's shell may carry must not reach the tests or the tables.
@@ -13,11 +13,14 @@ PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.10 p
 	"$$p" -c '$(PROBE)' >/dev/null 2>&1 && echo "$$p" && break; done)
 endif
 
-VENV := .venv
-RUN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
-STAMP := $(VENV)/attnlab.stamp
+BIN := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # Set up again where the checkout was moved or the environment's Python is gone.
-STALE := $(shell test -f $(STAMP) && test "$$(cat $(STAMP))" = "$$(pwd -P)" && $(RUN) -c '' 2>/dev/null || echo always)
+stale = $(shell test -f $(1)/attnlab.stamp && test "$$(cat $(1)/attnlab.stamp)" = "$$(pwd -P)" && $(1)/$(BIN)/python -c '' 2>/dev/null || echo always)
+VENV := .venv
+RUN := $(VENV)/$(BIN)/python
+STAMP := $(VENV)/attnlab.stamp
+TIMM := .venv-timm
+TIMM_STAMP := $(TIMM)/attnlab.stamp
 
 NAMES ?= *
 ARGS ?=
@@ -26,11 +29,12 @@ help:
 	@echo 'make compare    set up once, then print the table of all variants (ARGS="..." are passed on)'
 	@echo 'make test       set up once, then run the tests (ARGS="..." are passed on to pytest)'
 	@echo 'make test-full  the tests and the long checks'
+	@echo 'make test-timm  the tests of timm models, in an environment of their own (5 GB: torch with CUDA, torchvision, timm)'
 	@echo 'make check      the conformance checks of all variants, or NAMES="flash additive"'
 	@echo 'make kernels    compile the Triton kernels for GPUs that need not be there: registers, shared memory, spills (Linux)'
 	@echo 'make gpu-check  sets nothing up: checks and speed on a CUDA device, by PYTHON and its own torch (ARGS="...")'
 	@echo 'make lint       ruff and mypy --strict'
-	@echo 'make clean      remove the environment and the caches; run folders stay'
+	@echo 'make clean      remove the environments and the caches; run folders stay'
 	@echo 'PYTHON=...      choose the interpreter that makes the environment (now: $(or $(PYTHON),none found))'
 
 compare: $(STAMP)
@@ -47,6 +51,10 @@ test: $(STAMP)
 test-full: $(STAMP)
 	@$(RUN) -m pytest -q $(ARGS)
 
+# timm cannot be imported beside the CPU build of torch that `make test` may have: its torchvision is of another build.
+test-timm: $(TIMM_STAMP)
+	@$(TIMM)/$(BIN)/python -m pytest -q tests/core/integrations/test_timm.py $(ARGS)
+
 check: $(STAMP)
 	@$(RUN) -m attnlab check $(foreach name,$(NAMES),'$(name)') $(ARGS)
 
@@ -62,9 +70,15 @@ lint: $(STAMP)
 	@$(RUN) -m mypy
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TIMM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find core plugins evaluations tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt .ci/setup_environment.py $(STALE)
-	@test -n '$(PYTHON)' || { echo 'attnlab needs Python 3.10 to 3.14 with venv (Debian and Ubuntu: apt install python3-venv); make PYTHON=/path/to/python names one' >&2; exit 1; }
+PYTHON_THERE = test -n '$(PYTHON)' || { echo 'attnlab needs Python 3.10 to 3.14 with venv (Debian and Ubuntu: apt install python3-venv); make PYTHON=/path/to/python names one' >&2; exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt .ci/setup_environment.py $(call stale,$(VENV))
+	@$(PYTHON_THERE)
 	@'$(PYTHON)' .ci/setup_environment.py
+
+$(TIMM_STAMP): pyproject.toml .ci/constraints-timm.txt .ci/setup_environment.py $(call stale,$(TIMM))
+	@$(PYTHON_THERE)
+	@'$(PYTHON)' .ci/setup_environment.py timm

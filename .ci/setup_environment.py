@@ -1,5 +1,6 @@
 """Makes `.venv` beside the Makefile and installs attnlab in it, for `make compare` and `make test`.
 
+`setup_environment.py timm` makes `.venv-timm` instead, for `make test-timm`.
 Needs the standard library of Python >= 3.10 only, and runs before anything is installed. Checks the
 free disk first. The stamp is written last: whatever fails, the next call does the set-up again.
 Exit code 0, or 1 with one sentence.
@@ -14,10 +15,23 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 OLDEST, NEWEST = (3, 10), (3, 14)  # what the pinned torch has wheels for
-EXTRAS = ".[test,transformers,plots]"
-CONSTRAINTS = "constraints.txt"
+
+
+class Environment(NamedTuple):
+    """A virtual environment: its folder, what is installed in it, and the file that pins some of it."""
+
+    venv: Path
+    install: str
+    constraints: str
+
+
+ENVIRONMENTS = {
+    "": Environment(Path(".venv"), ".[test,transformers,plots]", "constraints.txt"),
+    "timm": Environment(Path(".venv-timm"), ".[test,timm]", ".ci/constraints-timm.txt"),
+}
 # Bytes. Measured: 1.7 GB installed with the CPU build, about 6 GB with the CUDA stack; the rest is for
 # the downloads that pip unpacks from and caches.
 NEED_CPU, NEED_CUDA = 3 * 10**9, 8 * 10**9
@@ -67,11 +81,11 @@ def torch_in(report: str) -> str | None:
     return "cpu" if "torch" in names else None
 
 
-def torch_to_come(python: Path) -> str | None:
+def torch_to_come(python: Path, constraints: str) -> str | None:
     """Which torch pip would take here, as `torch_in` says. Where pip cannot tell: the large one on Linux."""
     ask = [str(python), "-m", "pip", "install", "--dry-run", "-qq", "--no-user", "--report", "-"]
     done = subprocess.run(
-        [*ask, "-c", CONSTRAINTS, "torch"], capture_output=True, text=True, env=clean_environment()
+        [*ask, "-c", constraints, "torch"], capture_output=True, text=True, env=clean_environment()
     )
     try:
         return torch_in(done.stdout)
@@ -120,8 +134,9 @@ def pip_version(python: Path) -> int:
     return int(said.stdout.split()[1].split(".")[0])
 
 
-def set_up(venv: Path) -> None:
+def set_up(environment: Environment) -> None:
     """Everything from nothing to the stamp."""
+    venv, install, constraints = environment
     stamp, unfinished = venv / "attnlab.stamp", venv / "attnlab.unfinished"
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         fits = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
@@ -135,13 +150,13 @@ def set_up(venv: Path) -> None:
     pip = (str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-user")
     if pip_version(python) < 23:  # older ones cannot say what they would install
         run(*pip, "--upgrade", "pip")
-    build = torch_to_come(python)
+    build = torch_to_come(python, constraints)
     if build:
         check_disk(venv, build)
         print(f"Installing attnlab and what it needs ({DOWNLOAD[build]}; some minutes, once).", flush=True)
     else:
         print("Updating what attnlab needs.", flush=True)
-    run(*pip, "-e", EXTRAS, "-c", CONSTRAINTS)
+    run(*pip, "-e", install, "-c", constraints)
     # The folder is noted, so that a moved checkout is set up again: an editable install points at it.
     stamp.write_bytes(os.fsencode(os.getcwd()) + b"\n")
     unfinished.unlink()
@@ -149,14 +164,15 @@ def set_up(venv: Path) -> None:
 
 
 def main() -> int:
+    environment = ENVIRONMENTS["".join(sys.argv[1:])]
     os.chdir(Path(__file__).resolve().parent.parent)
     try:
-        set_up(Path(".venv"))
+        set_up(environment)
     except SetupFailed as problem:
         print(f"attnlab set-up: {problem}", file=sys.stderr)
         return 1
     except OSError as problem:
-        print(f"attnlab set-up: {problem.filename or '.venv'}: {problem.strerror}", file=sys.stderr)
+        print(f"attnlab set-up: {problem.filename or environment.venv}: {problem.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

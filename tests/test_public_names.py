@@ -48,11 +48,14 @@ PUBLIC = [
     "__version__",
     "attend",
     "attention",
+    "capture",
     "create",
     "default_registry",
     "hookimpl",
     "info",
     "names",
+    "replace",
+    "restore",
     "run_checks",
 ]
 ERRORS = {

@@ -48,11 +48,14 @@ _HOMES = {
     "Visibility": "attnlab.visibility",
     "attend": "attnlab.functional",
     "attention": "attnlab.functional",
+    "capture": "attnlab.integrations.capture",
     "create": "attnlab.catalogue",
     "default_registry": "attnlab.catalogue",
     "hookimpl": "attnlab.hooks",
     "info": "attnlab.catalogue",
     "names": "attnlab.catalogue",
+    "replace": "attnlab.integrations.in_place",
+    "restore": "attnlab.integrations.in_place",
     "run_checks": "attnlab.conformance",
 }
 
@@ -92,11 +95,14 @@ __all__ = [
     "__version__",
     "attend",
     "attention",
+    "capture",
     "create",
     "default_registry",
     "hookimpl",
     "info",
     "names",
+    "replace",
+    "restore",
     "run_checks",
 ]
 
@@ -120,6 +126,8 @@ if TYPE_CHECKING:
     from attnlab.formulas import GoldenCase
     from attnlab.functional import attend, attention
     from attnlab.hooks import hookimpl
+    from attnlab.integrations.capture import capture
+    from attnlab.integrations.in_place import replace, restore
     from attnlab.interface import Attention
     from attnlab.mask import AttentionMask
     from attnlab.modules import GateProjections, MultiHeadAttention

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attnlab._choice import choice
 from attnlab._gate import autocast_on
 from attnlab._quoting import quoted
 from attnlab.catalogue import create
@@ -27,18 +28,19 @@ def check_widths(subject: str, *, embed_dim: int, num_heads: int, **further: int
 
 def variant_of(
     subject: str,
-    variant: str | Attention,
+    variant: str | Mapping[str, Any] | Attention,
     *,
     num_heads: int,
     head_dim: int,
     num_kv_heads: int | None,
     options: Mapping[str, Any],
 ) -> Attention:
-    """The variant itself where an instance was given, else a new one by that name; `InvalidInput` where they disagree."""
+    """The variant itself where an instance was given, else a new one by its name or config; `InvalidInput` where they disagree."""
     if "head_dim" in options:
         raise InvalidInput(f"{subject}: head_dim follows from embed_dim and num_heads; leave it out")
     if not isinstance(variant, Attention):
-        return create(variant, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, **options)
+        chosen = choice(subject, variant, options, ("num_heads", "head_dim", "num_kv_heads"))
+        return create(num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, **chosen)
     if options or num_kv_heads is not None:
         given = sorted([*options, *(["num_kv_heads"] if num_kv_heads is not None else [])])
         raise InvalidInput(f"{subject}: options go with a name, but variant is an instance; got {given}")

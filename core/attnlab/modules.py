@@ -22,8 +22,8 @@ from attnlab.short_convolution import ConvolvedState, ShortConvolution, require_
 class MultiHeadAttention(nn.Module):
     """Self- and cross-attention at model width by any registered variant.
 
-    Args: embed_dim width of query and output; num_heads, must divide it; variant a registered name or an `Attention`;
-    num_kv_heads key/value heads (grouped-query attention); kdim, vdim widths of key and value inputs (default embed_dim); bias of
+    Args: embed_dim width of query and output; num_heads, must divide it; variant a registered name, a config such as
+    `{"name": "sliding_window", "left": 255}`, or an `Attention`; num_kv_heads key/value heads (grouped-query attention); kdim, vdim widths of key and value inputs (default embed_dim); bias of
     the projections; dropout probability of the weights, in training only; batch_first `[B, L, E]` (False: `[L, B, E]`);
     conv_size taps of a short causal convolution over projected queries, keys and values (`ShortConvolution`), for causal
     self-attention; options of the variant. Queries and keys are made to unit length where the variant asks for it (`qk_l2norm`: the delta rules).
@@ -35,7 +35,7 @@ class MultiHeadAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
-        variant: str | Attention = "dot_product",
+        variant: str | Mapping[str, Any] | Attention = "dot_product",
         num_kv_heads: int | None = None,
         kdim: int | None = None,
         vdim: int | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import AutoConfig, PreTrainedModel
 
+from attnlab._choice import choice, storable
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
@@ -134,15 +134,7 @@ def install(
     from the config. A variant that was there is replaced. Raises what `attnlab.create` raises, and `InvalidInput` where no
     layer matches or the forward fails; the model is then as it was.
     """
-    choice = {**variant, **options} if isinstance(variant, Mapping) else {"name": variant, **options}
-    if not isinstance(choice.get("name"), str):
-        raise InvalidInput(f"install: expected a name or {{'name': ..., option: ...}}, got {choice}")
-    try:
-        choice = json.loads(json.dumps(choice))
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(
-            f"install: options must be such as JSON can hold, got {choice}: {error}"
-        ) from error
+    chosen = storable("install", choice("install", variant, options))
     found = list(attention_layers(model))
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     wanted = [path for path in found if any(fnmatchcase(path, pattern) for pattern in patterns)]
@@ -156,9 +148,9 @@ def install(
     if silent:
         raise InvalidInput(
             f"install: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
-            "example={...} that reaches them, or leave them out with layers="
+            "example={...} that reaches them, or choose layers without them"
         )
-    made = _made(choice, {path: seen[path] for path in wanted})
+    made = _made(chosen, {path: seen[path] for path in wanted})
     uninstall(model)
     before = implementations(model)
     _attach(model, made)
@@ -168,7 +160,7 @@ def install(
         _detach(model)
         raise
     model.__dict__["_attnlab_before"] = before
-    model.config.attnlab = {"variant": choice, "layers": {path: seen[path]._asdict() for path in wanted}}
+    model.config.attnlab = {"variant": chosen, "layers": {path: seen[path]._asdict() for path in wanted}}
     model.config.attn_implementation = IMPLEMENTATION
     return wanted
 
@@ -218,17 +210,15 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
     return model
 
 
-def _made(choice: Mapping[str, Any], layers: Mapping[str, LayerSizes]) -> dict[str, InstalledAttention]:
-    options = {word: value for word, value in choice.items() if word != "name"}
+def _made(chosen: Mapping[str, Any], layers: Mapping[str, LayerSizes]) -> dict[str, InstalledAttention]:
     return {
         path: InstalledAttention(
             create(
-                choice["name"],
                 num_heads=sizes.num_heads,
                 head_dim=sizes.head_dim,
                 num_kv_heads=sizes.num_kv_heads,
                 value_dim=sizes.value_dim,
-                **options,
+                **chosen,
             ),
             sizes.width,
         )

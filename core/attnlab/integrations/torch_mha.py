@@ -29,6 +29,7 @@ Needs torch; imported only when asked for. Where it differs from torch's own, in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,9 +53,9 @@ _NAME = "MultiheadAttention"
 class MultiheadAttention(nn.MultiheadAttention):
     """A drop-in for `torch.nn.MultiheadAttention`; the module's docstring lists every difference.
 
-    Args: those of torch's, in its order and with its defaults; then variant, a registered name or an `Attention` with `num_heads`
-    heads of width `embed_dim // num_heads` in query, key and value; options of the variant, which go with a name (options that
-    torch's arguments have the names of go into an instance: `attnlab.create`). Queries and keys are made to unit length where the
+    Args: those of torch's, in its order and with its defaults; then variant, a registered name, a config such as
+    `{"name": "sliding_window", "left": 255}`, or an `Attention` with `num_heads` heads of width `embed_dim // num_heads` in query, key
+    and value; options of the variant, which go with a name (options that torch's arguments have the names of go into a config). Queries and keys are made to unit length where the
     variant asks for it, and gates that it declares are projected from the key input. Raises `InvalidInput` for bad arguments and
     `UnsupportedRequest` where the variant cannot do what they ask for.
     """
@@ -76,7 +77,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        variant: str | Attention = "dot_product",
+        variant: str | Mapping[str, Any] | Attention = "dot_product",
         **options: Any,
     ) -> None:
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
@@ -136,7 +137,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_torch(
         cls,
         module: nn.MultiheadAttention,
-        variant: str | Attention = "dot_product",
+        variant: str | Mapping[str, Any] | Attention = "dot_product",
         *,
         dropout: float | None = None,
         **options: Any,
