@@ -111,7 +111,10 @@ if __name__ == "__main__":
 def test_no_process_outlives_the_one_that_asked(tmp_path: Path, ended_by: signal.Signals) -> None:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     asking = subprocess.Popen(
-        [sys.executable, tmp_path / "program.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, tmp_path / "program.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     assert asking.stdout is not None
     assert asking.stdout.readline() == b"None\n"
