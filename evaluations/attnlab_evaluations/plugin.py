@@ -1,4 +1,4 @@
-"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check`, `dates` and `capacity`, and workloads.
+"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check`, `dates`, `capacity` and `minilm`, and workloads.
 
 Imported when commands are looked up, so it imports no torch; running the command does.
 """
@@ -14,6 +14,7 @@ from attnlab.hooks import Command, plugin_manager
 from attnlab_evaluations import gpu_settings, settings, workloads
 from attnlab_evaluations.capacity import settings as capacity_settings
 from attnlab_evaluations.dates import settings as dates_settings
+from attnlab_evaluations.pretrained import settings as pretrained_settings
 
 
 @hookimpl
@@ -42,6 +43,12 @@ def attnlab_commands() -> list[Command]:
             help="train each variant as an associative memory: how many keys it holds, and whether it can overwrite",
             configure=capacity_settings.configure,
             run=_run_capacity,
+        ),
+        Command(
+            name="minilm",
+            help="each variant in a pretrained sentence encoder: how far it moves the embeddings, or what it can be taught",
+            configure=pretrained_settings.configure,
+            run=_run_minilm,
         ),
     ]
 
@@ -85,3 +92,10 @@ def _run_capacity(args: Namespace) -> int:
     from attnlab_evaluations.capacity.run import run_capacity
 
     return run_capacity(chosen)
+
+
+def _run_minilm(args: Namespace) -> int:
+    chosen = pretrained_settings.settle(args)
+    from attnlab_evaluations.pretrained.run import run_minilm
+
+    return run_minilm(chosen)
