@@ -1,4 +1,4 @@
-"""The harness's entry for attnlab's plugin manager: the commands `compare`, `gpu-check`, `dates`, `capacity` and `models`, and workloads.
+"""The harness's entry for attnlab's plugin manager: its commands, from `compare` to `minilm`, and its workloads.
 
 Imported when commands are looked up, so it imports no torch; running the command does.
 """
@@ -15,6 +15,7 @@ from attnlab_evaluations import gpu_settings, settings, workloads
 from attnlab_evaluations.capacity import settings as capacity_settings
 from attnlab_evaluations.dates import settings as dates_settings
 from attnlab_evaluations.models import settings as models_settings
+from attnlab_evaluations.pretrained import settings as pretrained_settings
 
 
 @hookimpl
@@ -49,6 +50,12 @@ def attnlab_commands() -> list[Command]:
             help="every variant by its name in tiny models of Hugging Face transformers: equal, working, or refused and why",
             configure=models_settings.configure,
             run=_run_models,
+        ),
+        Command(
+            name="minilm",
+            help="each variant in a pretrained sentence encoder: how far it moves the embeddings, or what it can be taught",
+            configure=pretrained_settings.configure,
+            run=_run_minilm,
         ),
     ]
 
@@ -99,3 +106,10 @@ def _run_models(args: Namespace) -> int:
     from attnlab_evaluations.models.run import run_models
 
     return run_models(chosen)
+
+
+def _run_minilm(args: Namespace) -> int:
+    chosen = pretrained_settings.settle(args)
+    from attnlab_evaluations.pretrained.run import run_minilm
+
+    return run_minilm(chosen)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 import attnlab
-from attnlab import AttnlabError
+from attnlab import AttnlabError, InvalidInput
 from attnlab_evaluations import folders, provenance, records
 from attnlab_evaluations.cells import fault
+from attnlab_evaluations.chosen import Chosen
 from attnlab_evaluations.gate import Verdict, judge
 from attnlab_evaluations.identity import variant_identity
 from attnlab_evaluations.progress import Progress
@@ -49,6 +50,30 @@ def in_folder(out: Path, threads: int, go_on: str, body: Callable[[Progress], in
         progress.done()
         folders.unmake(made)  # it stays where it holds a record
         torch.set_num_threads(before)
+
+
+def identity_of(chosen: Chosen) -> dict[str, Any]:
+    """What makes a variant with its options itself, for keys."""
+    return {**variant_identity(chosen.name), "given": chosen.options}
+
+
+def to_check(chosen: Chosen, num_heads: int, head_dim: int) -> Any:
+    """What the conformance checks get: the name, or an instance where options are given."""
+    if not chosen.given:
+        return chosen.name
+    return attnlab.create(chosen.name, num_heads=num_heads, head_dim=head_dim, **chosen.options)
+
+
+def judge_options(chosen: Chosen, make: Callable[[], object]) -> None:
+    """Raise what is wrong with the values that were typed; what else speaks against the variant is told in its row."""
+    if not chosen.given:
+        return
+    try:
+        make()
+    except InvalidInput:
+        raise
+    except AttnlabError:
+        pass
 
 
 class TrainedCells:

@@ -114,7 +114,9 @@ def test_no_process_outlives_the_one_that_asked(tmp_path: Path, ended_by: signal
         [sys.executable, tmp_path / "program.py"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job ignores it
     )
     assert asking.stdout is not None
     assert asking.stdout.readline() == b"None\n"

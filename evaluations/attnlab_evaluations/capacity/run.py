@@ -6,19 +6,17 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
+from functools import partial
 from typing import Any
 
 import torch
 
-import attnlab
-from attnlab import AttnlabError, InvalidInput
 from attnlab_evaluations import provenance, records
 from attnlab_evaluations.capacity import report, task, training
 from attnlab_evaluations.capacity.settings import SUMMARY, CapacitySettings
 from attnlab_evaluations.chosen import Chosen
-from attnlab_evaluations.identity import variant_identity
 from attnlab_evaluations.progress import Progress
-from attnlab_evaluations.trained_cells import TrainedCells, in_folder
+from attnlab_evaluations.trained_cells import TrainedCells, identity_of, in_folder, judge_options, to_check
 
 Trainer = Callable[..., training.Trained]
 
@@ -35,7 +33,8 @@ def run_capacity(
     Raises `InvalidInput` for an option's value that its variant does not take, before anything is made.
     """
     for chosen in settings.variants:
-        _judge_options(chosen, settings)
+        width = settings.recipe.width
+        judge_options(chosen, partial(training.make_memory, chosen, 0, settings.keys[0], width))
 
     def body(progress: Progress) -> int:
         run = _Run(settings, run_checks, trainer, progress, clock)
@@ -44,18 +43,6 @@ def run_capacity(
         return run.report()
 
     return in_folder(settings.out, settings.threads, settings.resume_command(), body)
-
-
-def _judge_options(chosen: Chosen, settings: CapacitySettings) -> None:
-    """Raise what is wrong with the values that were typed; what else speaks against the variant is told in its row."""
-    if not chosen.given:
-        return
-    try:
-        training.make_memory(chosen, 0, settings.keys[0], settings.recipe.width)
-    except InvalidInput:
-        raise
-    except AttnlabError:
-        pass
 
 
 class _Run:
@@ -78,7 +65,9 @@ class _Run:
     def train(self) -> None:
         """Every cell that is not there yet: the small ones of all variants and seeds first."""
         gates = [
-            self.trainings.gate(chosen.label, _identity(chosen), lambda c=chosen: self._checked(c))  # type: ignore[misc]
+            self.trainings.gate(
+                chosen.label, identity_of(chosen), partial(to_check, chosen, 1, self.settings.recipe.width)
+            )
             for chosen in self.settings.variants
         ]
         for count in self.settings.keys:
@@ -86,16 +75,10 @@ class _Run:
                 for chosen, gate in zip(self.settings.variants, gates, strict=True):
                     self.cells.append(self._cell(chosen, count, seed, gate))
 
-    def _checked(self, chosen: Chosen) -> Any:
-        """What the conformance checks get: the name, or an instance where options are given."""
-        if not chosen.given:
-            return chosen.name
-        return attnlab.create(chosen.name, num_heads=1, head_dim=self.settings.recipe.width, **chosen.options)
-
     def _cell(self, chosen: Chosen, count: int, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
         return self.trainings.cell(
             chosen.label,
-            _identity(chosen),
+            identity_of(chosen),
             self.settings.setting,
             lambda: self._trained(chosen, count, seed),
             gate=gate,
@@ -144,7 +127,3 @@ class _Run:
         # After the table, which nobody should lose because a disk is full.
         records.write_text(asked.out / SUMMARY, text + "\n")
         return 0
-
-
-def _identity(chosen: Chosen) -> dict[str, Any]:
-    return {**variant_identity(chosen.name), "given": chosen.options}

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ class Encoder:
     """The loaded model with its tokenised text; embeddings are mean pooled and of norm 1."""
 
     model: Any
+    tokenizer: Any
     tokens: dict[str, Tensor]
     folder: Path
     text_digest: str
@@ -44,13 +45,7 @@ class Encoder:
 
     def embed(self) -> Tensor:
         """`[sentences, 384]`, float64: the mean of the last states over real tokens, scaled to norm 1."""
-        import torch
-
-        with torch.no_grad():
-            hidden = self.model(**self.tokens).last_hidden_state.double()  # [B, L, 384]
-        present = self.tokens["attention_mask"].unsqueeze(-1).double()
-        mean = (hidden * present).sum(dim=1) / present.sum(dim=1)
-        return torch.nn.functional.normalize(mean, dim=-1)
+        return embeddings(self.model, self.tokens)
 
 
 class MiniLM:
@@ -118,8 +113,25 @@ class MiniLM:
         ]
 
 
-def load(seed: int, device: str) -> Encoder:
-    """The encoder with `SENTENCES` sentences chosen under `seed`. Opens no connection."""
+def embeddings(model: Any, tokens: Mapping[str, Tensor]) -> Tensor:
+    """`[B, 384]`, float64: the mean of the last states of `model` over real tokens, scaled to norm 1."""
+    import torch
+
+    with torch.no_grad():
+        hidden = model(**tokens).last_hidden_state.double()  # [B, L, 384]
+    return pooled(hidden, tokens["attention_mask"])
+
+
+def pooled(states: Tensor, present: Tensor) -> Tensor:
+    """`[B, E]`: the mean of `states [B, L, E]` over tokens that are `present [B, L]`, scaled to norm 1."""
+    import torch
+
+    weights = present.unsqueeze(-1).to(states.dtype)
+    return torch.nn.functional.normalize((states * weights).sum(dim=1) / weights.sum(dim=1), dim=-1)
+
+
+def load(seed: int, device: str, count: int = SENTENCES) -> Encoder:
+    """The encoder with `count` sentences chosen under `seed`. Opens no connection."""
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         os.environ[variable] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -134,10 +146,11 @@ def load(seed: int, device: str) -> Encoder:
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
     model = model.eval().to(device)
     text = topics_text()
-    sentences = choose_sentences(text, SENTENCES, seed)
+    sentences = choose_sentences(text, count, seed)
     tokens = tokenizer(sentences, padding=True, padding_side="right", truncation=True, return_tensors="pt")
     return Encoder(
         model=model,
+        tokenizer=tokenizer,
         tokens={name: tensor.to(device) for name, tensor in tokens.items()},
         folder=folder,
         text_digest=hashlib.sha256(text.encode("utf-8")).hexdigest(),
@@ -178,7 +191,13 @@ def topics_text() -> str:
 
 
 def choose_sentences(text: str, count: int, seed: int) -> list[str]:
-    """`count` different sentences of prose, 3 to 60 words each, drawn under `seed`."""
+    """`count` different sentences of prose, drawn under `seed`."""
+    found = prose(text)
+    return random.Random(seed).sample(found, min(count, len(found)))
+
+
+def prose(text: str) -> list[str]:
+    """The different sentences of `text` that are prose, 3 to 60 words each, in order."""
     found: dict[str, None] = {}
     for paragraph in re.split(r"\n\s*\n", text):
         if paragraph[:1].isspace() or any(mark in paragraph for mark in ("::=", ">>>", "***", "===", "---")):
@@ -191,4 +210,4 @@ def choose_sentences(text: str, count: int, seed: int) -> list[str]:
                 and WORDS[0] <= len(sentence.split()) <= WORDS[1]
             ):
                 found[sentence] = None
-    return random.Random(seed).sample(list(found), min(count, len(found)))
+    return list(found)

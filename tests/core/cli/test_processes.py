@@ -181,7 +181,9 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job ignores it
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
