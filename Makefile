@@ -46,7 +46,7 @@ gpu-check:
 		'$(or $(PYTHON),python3)' -m attnlab gpu-check $(ARGS)
 
 test: $(STAMP)
-	@$(RUN) -m pytest -q -m 'not full' $(ARGS)
+	@$(RUN) -m pytest -q -n 2 --dist loadfile -m 'not full' $(ARGS)
 
 test-full: $(STAMP)
 	@$(RUN) -m pytest -q $(ARGS)

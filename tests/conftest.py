@@ -31,9 +31,10 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Two threads for torch: what the smallest machine has, and the same roundings everywhere."""
+    """Two threads for torch, what the smallest machine has, or one in each of several processes (pytest-xdist)."""
     if HAS_TORCH and not config.option.help:
-        os.environ.setdefault("OMP_NUM_THREADS", "2")
+        several = bool(getattr(config.option, "numprocesses", None)) or hasattr(config, "workerinput")
+        os.environ.setdefault("OMP_NUM_THREADS", "1" if several else "2")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
