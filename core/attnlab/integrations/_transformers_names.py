@@ -16,17 +16,17 @@ def by_name(variant: str) -> Source:
     """Instances of a parameter-free variant, made on first use for each set of sizes."""
 
     def find(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Attention:
-        heads, kv_heads = query.shape[1], key.shape[1]
-        sizes = (variant, heads, kv_heads, query.shape[3], key.shape[3], value.shape[3])
+        (_, heads, _, width), (_, kv_heads, _, key_dim), value_dim = query.shape, key.shape, value.shape[3]
+        sizes = (variant, heads, kv_heads, width, key_dim, value_dim)
         instance = instances.get(sizes)
         if instance is None:
             instance = create(
                 variant,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
-                head_dim=query.shape[3],
-                key_dim=key.shape[3],
-                value_dim=value.shape[3],
+                head_dim=width,
+                key_dim=key_dim,
+                value_dim=value_dim,
             )
             if not instance.parameter_free or instance.gates:
                 holds = "takes gates" if instance.gates else "holds parameters of its own"

@@ -91,7 +91,7 @@ def register(variants: Sequence[str] | None = None) -> dict[str, str]:
             if variants is not None:
                 raise
             continue
-        put(implementation, ModelFunction(by_name(variant)))
+        put(implementation, ModelFunction(by_name(variant), bare=True))
         _registered[implementation] = variant
         done[variant] = implementation
     return done
