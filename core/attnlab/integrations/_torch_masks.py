@@ -45,7 +45,7 @@ def translated(
 
     A key_padding_mask becomes `key_mask [N, S]`, an attn_mask that is said to be causal `causal`, others `mask` or `bias` of
     four axes. Float masks become a bias where the variant takes one; where it takes none, those that hold zeros and -inf alone
-    say who may attend, which their values tell: the one case in which values are looked at. The `appended` keys stand before
+    say who may attend, which their values tell: the one case in which values are looked at, in a graph when it runs. The `appended` keys stand before
     the others and every query sees them. Raises `InvalidInput` for another shape, dtype or device than the call's.
     """
     n, h, lq, lk, batched = sizes
@@ -65,7 +65,7 @@ def translated(
             added = bias_of(padded)
             present = added != -torch.inf
             finite = added.masked_fill(~present, 0)
-            if able.bias or not bool((finite == 0).all()):
+            if not _only_hides(subject, able, finite == 0, padded):
                 bias = finite[:, None, None]
     if attn_mask is None:
         if is_causal:
@@ -85,7 +85,7 @@ def translated(
             allowed = ~pairs
         else:
             added = bias_of(pairs)
-            if able.bias or not bool(((added == 0) | (added == -torch.inf)).all()):
+            if not _only_hides(subject, able, (added == 0) | (added == -torch.inf), pairs):
                 bias = added if bias is None else bias + added
             else:
                 allowed = added == 0
@@ -96,6 +96,20 @@ def translated(
     if causal:
         asked.update(causal=True, offset=appended)
     return asked
+
+
+def _only_hides(subject: str, able: Capabilities, plain: Tensor, mask: Tensor) -> bool:
+    """Whether a float mask goes to the variant as who may attend: `plain` where it holds 0 or -inf, which a graph asserts as it runs."""
+    if able.bias or mask.requires_grad:
+        return False
+    if not torch.compiler.is_compiling():
+        return bool(plain.all())
+    torch._assert_async(
+        plain.all(),
+        f"{subject}: a variant that adds nothing to scores takes float masks of zeros and -inf alone; in a graph of torch.compile or "
+        "torch.export others end here",
+    )
+    return True
 
 
 def _check(

@@ -14,7 +14,7 @@ Needs torch; imported only when asked for. Where it differs from torch's own, in
   `add_zero_attn` append are seen by every query; torch hides them behind the hint where `need_weights=False`.
 - Masks may have any floating dtype, and one may be bool beside a float one; torch wants the query's dtype, and warns of a mixture.
 - A variant that adds nothing to scores takes float masks too where they hold zeros and -inf alone. Their values are looked at for
-  that, which waits for a GPU and breaks a graph of torch.compile; bool masks, and variants that take a bias, need no look.
+  that, which waits for a GPU; a graph of torch.compile or torch.export asserts it as it runs. Bool masks, and variants that take a bias, need no look.
 - What the variant does not declare raises `UnsupportedRequest`, and `need_weights=True` is the default, as there: a variant
   without weights wants `need_weights=False`. A variant that has no dropout refuses `dropout > 0`, one that reads positions or
   gates refuses `add_bias_kv` and `add_zero_attn`. Other faults raise `InvalidInput` (a `ValueError`).

@@ -232,7 +232,8 @@ def test_appended_keys_are_seen_by_every_query_under_the_hint(variant):
     torch.testing.assert_close(per_head[1][:, :, :1][..., [0, L, L + 1]], scored.weights, **CLOSE)
 
 
-@pytest.mark.parametrize("name", attnlab.names())
+# What needs a package or a device that is not here has no row to run.
+@pytest.mark.parametrize("name", [n for n in attnlab.names() if attnlab.info(n).unavailable is None])
 def test_every_variant_serves_causal_self_attention_with_padding(name):
     layer, x, hidden = module(name), tokens(), padding(5, 3)
     arguments = {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}
