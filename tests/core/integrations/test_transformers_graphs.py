@@ -117,6 +117,20 @@ def test_lengths_that_are_free_stay_free_in_an_export():
         torch.testing.assert_close(program.module()(**shorter).logits, model(**shorter).logits, **CLOSE)
 
 
+def test_generation_from_a_static_cache_is_the_same_compiled():
+    """B169 of the fault list: a step's mask is made outside the graph, with slots that are not filled."""
+    model, inputs = decoder("dot_product"), given()
+    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    wanted = model.generate(**inputs, **how)
+    how["cache_implementation"] = "static"
+    assert torch.equal(model.generate(**inputs, **how, disable_compile=True), wanted)
+    compiled = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
+    compiled._compile_all_devices = True
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(model.generate(**inputs, **how, compile_config=compiled), wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def test_without_padding_given_a_traced_linear_variant_says_what_to_pass():
     with torch.no_grad(), pytest.raises(UnsupportedRequest, match=r"with attention_mask= \(ones"):
         torch.export.export(decoder("linearised"), (), {"input_ids": given()["input_ids"]}, strict=False)
