@@ -160,7 +160,8 @@ else:
     run = lambda m, x: m(x, src_mask=hidden, is_causal=True)
 alone, x = copy.deepcopy(layer), torch.randn(2, 7, 16)
 (sum(run(alone, x[n : n + 1]).square().mean() for n in (0, 1)) / 2).backward()
-run(DistributedDataParallel(layer), x[rank : rank + 1]).square().mean().backward()
+both = DistributedDataParallel(layer)  # held: what it hangs on gradients goes with it
+run(both, x[rank : rank + 1]).square().mean().backward()
 for (path, mine), whole in zip(layer.named_parameters(), alone.parameters()):
     torch.testing.assert_close(mine.grad, whole.grad, atol=2e-5, rtol=1e-4, msg=path)
 distributed.destroy_process_group()
