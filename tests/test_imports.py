@@ -21,6 +21,7 @@ PUBLIC_MODULES = (
     "attnlab.formulas",
     "attnlab.conformance",
     "attnlab.integrations",
+    "attnlab.integrations.transformers",
     "attnlab.errors",
     "attnlab.hooks",
 )

@@ -178,6 +178,19 @@ def stated(
         raise InvalidInput(f"{variant.name}: {fault}") from None
 
 
+def only_kept(given: tuple[Any, ...]) -> AttentionMask | None:
+    """The mask among what `stated` takes, where it is one that keeps and nothing is said beside it: it was judged when it was made."""
+    causal, *others, mask, mask_mod = given
+    if (
+        not isinstance(mask, AttentionMask)
+        or mask.kept is None
+        or causal is not False
+        or mask_mod is not None
+    ):
+        return None
+    return mask if all(x is None for x in others) else None
+
+
 def mask_bits(mask: AttentionMask) -> int:
     bits = BITS.causal if mask.causal else 0
     if mask.window is not None:

@@ -27,10 +27,12 @@ from attnlab._gate import (
     device_bit,
     judge,
     mask_bits,
+    only_kept,
     require_sizes,
     stated,
 )
 from attnlab._quoting import quoted
+from attnlab._visibility_of_call import visibility_of_call
 from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
 from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
 from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest
@@ -346,9 +348,8 @@ class Attention(nn.Module):
             or segments is not None
             or mask_mod is not None
         ):
-            said = stated(
-                self, causal, offset, window, key_lengths, query_lengths, key_mask, segments, mask, mask_mod
-            )
+            given = (causal, offset, window, key_lengths, query_lengths, key_mask, segments, mask, mask_mod)
+            said = only_kept(given) or stated(self, *given)
             bits |= mask_bits(said)
         if not bare:
             bits |= (
@@ -375,25 +376,8 @@ class Attention(nn.Module):
         # Who sees whom, and what may be looked at.
         visibility: Visibility | None = None
         if said is not None or state is not None:
-            past = None if state is None else state.length
-            visibility = Visibility.resolve(
-                said or AttentionMask(),
-                batch=batch,
-                num_heads=heads,
-                query_length=lq,
-                key_length=lk + (past or 0),
-                device=device,
-                subject=self.name,
-                past=past,
-                past_present=None if state is None else state.key_present,
-                past_segments=None if state is None else state.key_segments,
-            )
-            if visibility.key_present is not None:
-                absent = (
-                    ~visibility.key_present[:, None, -lk:, None]
-                    if lk
-                    else visibility.key_present[:, None, :0, None]
-                )
+            visibility, absent = visibility_of_call(said, query, key, state, self.name)
+            if absent is not None:
                 key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
                 if gates:
                     gates = close_gates(gates, self.gates, absent)

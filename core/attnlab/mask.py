@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, Lq queries, Lk keys. Every boolean says True = m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +22,14 @@ Offset = str | int | Tensor | None
 OFFSET_WORDS = ("top_left", "bottom_right")
 
 
+class _Keeping:
+    """Room for what calls made of a mask, beside its fields, so that it is neither compared, copied nor pickled."""
+
+    __slots__ = ("_kept",)
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class AttentionMask:
+class AttentionMask(_Keeping):
     """One statement of visibility; its parts combine with AND (CONTRACT, section 2).
 
     causal: a key's position may not exceed its query's.
@@ -72,6 +78,21 @@ class AttentionMask:
             raise InvalidInput(
                 f"mask_mod must be a function (b, h, q, k) -> bool, got {_kind(self.mask_mod)}"
             )
+
+    def keeping(self, dense: Tensor | None = None) -> AttentionMask:
+        """The same statement, which keeps what a call settles of it for the next call of the same shapes: one mask for all layers.
+
+        Nobody may write to its tensors as long as it is used. `dense` is what `to_dense` would give, bool `[B, 1, Lq, Lk]`, where
+        the caller has it already.
+        """
+        same = replace(self)
+        object.__setattr__(same, "_kept", ({}, dense))
+        return same
+
+    @property
+    def kept(self) -> tuple[dict[Any, Any], Tensor | None] | None:
+        """What calls made of this mask, by their shapes, and its `dense`; None where nothing is kept, as in a graph."""
+        return None if torch.compiler.is_compiling() else getattr(self, "_kept", None)
 
     @property
     def positional(self) -> bool:

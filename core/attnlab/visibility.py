@@ -44,6 +44,7 @@ class Visibility:
     `key_present [B, Lk]` and `query_present [B, Lq]` (or None: all) are the absent slots; the gate has
     already cleaned them and zeroes the rows of absent queries afterwards, so `tile` and `dense` speak of
     present queries only. The first `sink_tokens` positions are exempt from the left bound. `offset` is an int, an integer tensor `[B]`, or `[B, Lq]` inside segments.
+    `known_dense` is what `dense` gives where somebody has built it already.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Visibility:
         "key_length",
         "key_present",
         "key_segments",
+        "known_dense",
         "left",
         "mask_mod",
         "num_heads",
@@ -83,6 +85,7 @@ class Visibility:
         self.mask_mod: MaskMod | None = None
         self._query_positions: Tensor | None = None
         self._key_positions: Tensor | None = None
+        self.known_dense: Tensor | None = None
 
     @classmethod
     def resolve(
@@ -243,6 +246,7 @@ class Visibility:
         same = Visibility(self.batch, self.num_heads, self.query_length, self.key_length, self.device)
         for name in Visibility.__slots__:  # not copy.copy: torch.compile cannot trace it
             setattr(same, name, getattr(self, name))
+        same.known_dense = None
         return same
 
     # -- what the parts say -----------------------------------------------------------------------------------
@@ -332,6 +336,8 @@ class Visibility:
 
     def dense(self) -> Tensor:
         """The whole mask, bool, broadcastable to `[B, H, Lq, Lk]`."""
+        if self.known_dense is not None:
+            return self.known_dense
         tile = self.tile(0, self.query_length, 0, self.key_length)
         if tile is None:
             return torch.ones(1, 1, self.query_length, self.key_length, dtype=torch.bool, device=self.device)

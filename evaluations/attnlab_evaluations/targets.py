@@ -24,6 +24,7 @@ from attnlab import PluginError
 from attnlab_evaluations import folders, peers, provenance, records
 from attnlab_evaluations.additive_goals import additive_goals
 from attnlab_evaluations.goals import NO_TIME, UNMEASURED, Target, random_inputs, time_calls, time_pair
+from attnlab_evaluations.interface_goals import interface_goals
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.recurrence_goals import recurrence_goals
 from attnlab_evaluations.settings import TargetSettings
@@ -86,11 +87,12 @@ def _measured(target: Target) -> str:
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """All rows, each within its share of `budget` seconds."""
-    share = budget / 29
+    share = budget / 30
     found: list[Target] = []
     with torch.no_grad():
         say("dispatch")
         found.append(dispatch(share, seed))
+        found += interface_goals(share, seed, say)
         for length, causal, goal in ((1024, False, 1.02), (1024, True, 1.03), (4096, True, 1.03)):
             say(f"dot_product at {length}")
             found.append(against_torch(length, causal, goal, share * (3 if length > 2000 else 1), seed))

@@ -68,6 +68,9 @@ def test_a_measurement_that_fails_leaves_no_folder(tmp_path, monkeypatch):
 def test_a_budget_too_small_for_anything_says_not_measured_in_each_row(monkeypatch):
     monkeypatch.setattr(goals, "measure", lambda *_, **__: Measurement())
     monkeypatch.setattr(targets, "start_up", list)
+    monkeypatch.setattr(
+        targets, "interface_goals", lambda *_: []
+    )  # they need transformers, and tests of their own
     monkeypatch.setattr(targets, "random_inputs", lambda heads, length, width: [torch.zeros(1, 1, 1, 1)] * 3)
     found = targets.measure_targets(1.0, 0, lambda _: None)
     assert len(found) == 23

@@ -39,7 +39,8 @@ def fused_attention(
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
         query, scale = query * scale, 1.0
     # The flash kernels want adjacent head elements; torch would fall back to the plain formula without a word.
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if query.stride(2) < query.shape[3]:
         query = (
             query.contiguous()

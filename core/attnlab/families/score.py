@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -150,7 +151,7 @@ class ScoreAttention(Attention):
         if not self._bare_fused:
             return super().plain_function(causal, contiguous)
         if causal:
-            return _fused_causal
+            return _CAUSAL if contiguous else _fused_causal
         return scaled_dot_product_attention if contiguous else _fused_plain
 
     def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
@@ -297,6 +298,9 @@ class ScoreAttention(Attention):
             segments=None if seen is None else seen.key_segments,
             **further,
         )
+
+
+_CAUSAL = partial(scaled_dot_product_attention, is_causal=True)
 
 
 def _fused_plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def translated(
     """What a call says of visibility, as arguments of `Attention.forward`, with as much structure as can be kept.
 
     A key_padding_mask becomes `key_mask [N, S]`, an attn_mask that is said to be causal `causal`, others `mask` or `bias` of
-    four axes. Float masks become a bias where the variant takes one; where it takes none they say who may attend, and hold zeros
-    and -inf alone, as `_only_hides` sees to. The `appended` keys stand before
+    four axes. Float masks become a bias where the variant takes one; where it takes none, those that hold zeros and -inf alone
+    say who may attend, which their values tell: the one case in which values are looked at, on a GPU and in a graph by an assertion that is waited for by nobody. The `appended` keys stand before
     the others and every query sees them. Raises `InvalidInput` for another shape, dtype or device than the call's.
     """
     n, h, lq, lk, batched = sizes
@@ -65,7 +65,7 @@ def translated(
             added = bias_of(padded)
             present = added != -torch.inf
             finite = added.masked_fill(~present, 0)
-            if able.bias or not _only_hides(subject, finite):
+            if not _only_hides(subject, able, finite == 0, padded):
                 bias = finite[:, None, None]
     if attn_mask is None:
         if is_causal:
@@ -85,7 +85,7 @@ def translated(
             allowed = ~pairs
         else:
             added = bias_of(pairs)
-            if able.bias or not _only_hides(subject, added.masked_fill(added == -torch.inf, 0)):
+            if not _only_hides(subject, able, (added == 0) | (added == -torch.inf), pairs):
                 bias = added if bias is None else bias + added
             else:
                 allowed = added == 0
@@ -98,18 +98,16 @@ def translated(
     return asked
 
 
-def _only_hides(subject: str, finite: Tensor) -> bool:
-    """Whether a float mask, without its -inf, adds nothing to what it leaves visible.
-
-    Looked at on the CPU. On a GPU, which would have to be waited for, and in a graph it is asserted on the device: RuntimeError.
-    """
-    if finite.requires_grad:
+def _only_hides(subject: str, able: Capabilities, plain: Tensor, mask: Tensor) -> bool:
+    """Whether a float mask goes to the variant as who may attend: `plain` where it holds 0 or -inf, which a GPU and a graph assert as they run."""
+    if able.bias or mask.requires_grad:
         return False
-    nothing = (finite == 0).all()
-    if finite.is_cpu and not torch.compiler.is_compiling():
-        return bool(nothing)
+    if plain.is_cpu and not torch.compiler.is_compiling():
+        return bool(plain.all())
     torch._assert_async(
-        nothing, f"{subject}: a variant without bias= takes float masks that hold zeros and -inf alone"
+        plain.all(),
+        f"{subject}: a variant that adds nothing to scores takes float masks of zeros and -inf alone; on a GPU and in graphs "
+        "others end here",
     )
     return True
 

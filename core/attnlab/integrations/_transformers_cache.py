@@ -81,10 +81,14 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.batch_select_indices(torch.arange(rows, device=self.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; `UnsupportedRequest` where the state cannot, as a recurrence's."""
+        """Forget the last tokens, -3 for three, as transformers counts; `UnsupportedRequest` where the state cannot, as a recurrence's."""
+        if tokens_to_remove > 0:
+            raise InvalidInput(
+                f"StateCache: crop takes the number of tokens to forget below 0, as transformers' caches do, got {tokens_to_remove}"
+            )
         if tokens_to_remove and self.state is not None:
-            self.state = self.state.crop(self.seen - tokens_to_remove)
-            self.seen -= tokens_to_remove
+            self.state = self.state.crop(self.seen + tokens_to_remove)
+            self.seen += tokens_to_remove
 
 
 def vars_of(state: State) -> list[Any]:

@@ -206,7 +206,11 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
         folder, config=config, attn_implementation=IMPLEMENTATION, **arguments
     )
     model.__class__ = original
-    model.__dict__["_attnlab_before"] = dict.fromkeys(implementations(model), None)
+    parts: dict[str, Any] = {path: model.get_submodule(path) for path in implementations(model)}
+    model.__dict__["_attnlab_before"] = {  # what each would have run without a variant
+        path: part.get_correct_attn_implementation(None) for path, part in parts.items()
+    }
+    model.config.attn_implementation = IMPLEMENTATION  # from_pretrained takes it out of the config
     return model
 
 

@@ -60,10 +60,8 @@ def make_mask(
         allow_is_bidirectional_skip=False,
         **kwargs,
     )
-    if mask is None or torch.compiler.is_compiling():
-        return mask  # attributes of tensors do not survive a graph; the tensor alone says everything
-    pattern = pattern_of(function)
-    if pattern is None:
+    pattern = None if mask is None else pattern_of(function)
+    if mask is None or pattern is None:
         return mask
     if (
         q_length != kv_length
@@ -73,17 +71,35 @@ def make_mask(
     if pattern.get("causal") or "window" in pattern:
         pattern["offset"] = q_offset - kv_offset
     structure = AttentionMask(key_mask=present, **pattern)
-    setattr(mask, _TAG, (structure, _version(mask)))
+    if not torch.compiler.is_compiling():
+        # One for all layers of the forward; a view, as the mask itself would be held by its own attribute.
+        structure = structure.keeping(dense=mask.detach())
+    setattr(mask, _TAG, (structure, _version(mask), _asked(structure, q_length == kv_length)))
     return mask
 
 
 def structure_of(mask: Tensor) -> AttentionMask | None:
-    """The structure that `mask` was made from; None for a foreign tensor, a view, or one written to since."""
+    """The structure that `mask` was made from; None for a foreign tensor, a view, or one written to since.
+
+    In a graph of `torch.compile` or `torch.export` the tag is a constant beside the mask that was made in it, where a write to the mask cannot be
+    seen; a mask that was made outside comes into the graph without structure.
+    """
     tag = getattr(mask, _TAG, None)
-    if tag is None:
-        return None
-    structure, version = tag
-    return structure if version == _version(mask) else None
+    return tag[0] if tag is not None and tag[1] == _version(mask) else None
+
+
+def asked_of(mask: Tensor) -> dict[str, Any] | None:
+    """What a layer that is handed `mask` asks of its variant by structure, as the arguments say it most plainly; None as `structure_of`."""
+    tag = getattr(mask, _TAG, None)
+    return dict(tag[2]) if tag is not None and tag[1] == _version(mask) else None
+
+
+def _asked(structure: AttentionMask, square: bool) -> dict[str, Any]:
+    said = structure.given()
+    if not said:
+        return {}  # nothing is hidden
+    plain = said == ["causal", "offset"] and isinstance(structure.offset, int) and structure.offset == 0
+    return {"causal": True} if plain and square else {"mask": structure}
 
 
 def pattern_of(function: Callable[..., Any]) -> dict[str, Any] | None:
@@ -133,4 +149,4 @@ def _present(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
 
 
 def _version(mask: Tensor) -> int | None:
-    return None if mask.is_inference() else mask._version
+    return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version

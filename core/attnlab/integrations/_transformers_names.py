@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from attnlab._gate import run_while_tracing
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput
 from attnlab.integrations._transformers_function import Source
@@ -16,25 +18,34 @@ def by_name(variant: str) -> Source:
     """Instances of a parameter-free variant, made on first use for each set of sizes."""
 
     def find(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Attention:
-        heads, kv_heads = query.shape[1], key.shape[1]
-        sizes = (variant, heads, kv_heads, query.shape[3], key.shape[3], value.shape[3])
-        instance = instances.get(sizes)
-        if instance is None:
-            instance = create(
-                variant,
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=query.shape[3],
-                key_dim=key.shape[3],
-                value_dim=value.shape[3],
-            )
-            if not instance.parameter_free or instance.gates:
-                holds = "takes gates" if instance.gates else "holds parameters of its own"
-                raise InvalidInput(
-                    f"{variant}: it {holds}, so one function cannot serve every layer; use install(model, {variant!r}), "
-                    "or using(model, {layer: attnlab.create(...), ...}) for one block"
-                )
-            instances[sizes] = instance
-        return instance
+        (_, heads, _, width), (_, kv_heads, _, key_dim), value_dim = query.shape, key.shape, value.shape[3]
+        sizes = (variant, heads, kv_heads, width, key_dim, value_dim)
+        # A graph asks each time: what it has looked up once it takes for the whole dict.
+        if torch.compiler.is_compiling() or sizes not in instances:
+            _make(*sizes)
+        return instances[sizes]
 
     return find
+
+
+@run_while_tracing
+def _make(variant: str, heads: int, kv_heads: int, width: int, key_dim: int, value_dim: int) -> None:
+    """Put the variant of these sizes among the instances, unless it is there."""
+    sizes = (variant, heads, kv_heads, width, key_dim, value_dim)
+    if sizes in instances:
+        return
+    instance = create(
+        variant,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+    if not instance.parameter_free or instance.gates:
+        holds = "takes gates" if instance.gates else "holds parameters of its own"
+        raise InvalidInput(
+            f"{variant}: it {holds}, so one function cannot serve every layer; use install(model, {variant!r}), "
+            "or using(model, {layer: attnlab.create(...), ...}) for one block"
+        )
+    instances[sizes] = instance

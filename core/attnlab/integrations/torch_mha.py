@@ -13,8 +13,8 @@ Needs torch; imported only when asked for. Where it differs from torch's own, in
   values are not looked at. Torch uses the mask in some of its paths and the hint in others. Keys that `add_bias_kv` and
   `add_zero_attn` append are seen by every query; torch hides them behind the hint where `need_weights=False`.
 - Masks may have any floating dtype, and one may be bool beside a float one; torch wants the query's dtype, and warns of a mixture.
-- A variant that adds nothing to scores takes float masks too where they hold zeros and -inf alone. The CPU looks
-  and refuses another; on a GPU and in a graph of torch.compile the device asserts it, and a RuntimeError says so.
+- A variant that adds nothing to scores takes float masks too where they hold zeros and -inf alone. The CPU looks and refuses
+  others; a GPU and a graph of torch.compile or torch.export assert it as they run. Bool masks, and variants that take a bias, need no look.
 - What the variant does not declare raises `UnsupportedRequest`, and `need_weights=True` is the default, as there: a variant
   without weights wants `need_weights=False`. A variant that has no dropout refuses `dropout > 0`, one that reads positions or
   gates refuses `add_bias_kv` and `add_zero_attn`. Other faults raise `InvalidInput` (a `ValueError`).

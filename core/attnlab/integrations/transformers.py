@@ -10,6 +10,10 @@ Layout inside: query `[B, Hq, Lq, D]`, key and value `[B, Hkv, Lk, D]` un-repeat
 A variant that holds parameters, takes gates or decodes by a state cannot be a bare function: `install(model, "gated_delta")`
 puts an instance into each layer, `load(folder)` reads it back, and `StateCache(model)` decodes by states. `using(model, ...)` is for
 the length of a `with` block, and proves that every layer called.
+
+Under `torch.compile` and `torch.export` give the whole model, with `attention_mask=` (ones where nothing is padded): variants that take no
+mask of pairs need to know that it is causality, a window or padding, and a mask that was made outside a graph, as that of a static
+cache's steps or of layers compiled one by one, does not say so there. A model that writes into such a mask within a graph is not noticed.
 """
 
 from __future__ import annotations
@@ -91,7 +95,7 @@ def register(variants: Sequence[str] | None = None) -> dict[str, str]:
             if variants is not None:
                 raise
             continue
-        put(implementation, ModelFunction(by_name(variant)))
+        put(implementation, ModelFunction(by_name(variant), bare=True))
         _registered[implementation] = variant
         done[variant] = implementation
     return done

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import attnlab
-from attnlab import InvalidInput
+from attnlab import InvalidInput, UnsupportedRequest
 from attnlab.integrations.torch_mha import MultiheadAttention
 
 OPTIONS = [
@@ -244,17 +244,25 @@ def test_one_graph_gives_the_same_answer_and_gradients(variant):
     torch._dynamo.reset()
 
 
-def test_a_float_mask_that_only_hides_is_asserted_in_a_graph_and_changes_no_answer():
-    """A variant that adds nothing to scores: the graph must not depend on the mask's values, nor drop a number among them."""
+@pytest.mark.parametrize("word", ["key_padding_mask", "attn_mask"])
+def test_a_graph_asserts_that_a_float_mask_only_hides(word):
+    """A variant that adds nothing to scores: whether it may run depends on the mask's values."""
     torch._dynamo.reset()
+    ours, x = module("flash", batch_first=True), tokens(2, 5, 8)
+    mask = torch.zeros(2, 5).masked_fill(torch.arange(5) >= torch.tensor([[5], [3]]), -torch.inf)
+    mask = mask if word == "key_padding_mask" else mask[1].expand(5, 5)
+    graph = torch.compile(ours, backend="eager", fullgraph=True)
+    found = graph(x, x, x, need_weights=False, **{word: mask})[0]
+    assert torch.equal(found, ours(x, x, x, need_weights=False, **{word: mask})[0])
+    with pytest.raises(RuntimeError, match="takes float masks of zeros and -inf alone"):
+        graph(x, x, x, need_weights=False, **{word: mask + 1})
+    torch._dynamo.reset()
+
+
+def test_a_trained_mask_that_a_variant_cannot_add_is_refused_even_where_it_is_zero():
     ours, x = module("linearised", batch_first=True), tokens(2, 5, 8)
-    padding = torch.zeros(2, 5).masked_fill(torch.arange(5) >= torch.tensor([[5], [3]]), -torch.inf)
-    whole = torch.compile(ours, backend="eager", fullgraph=True)
-    found = whole(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-    assert torch.equal(found, ours(x, x, x, key_padding_mask=padding, need_weights=False)[0])
-    with pytest.raises(RuntimeError, match="zeros and -inf alone"):
-        whole(x, x, x, key_padding_mask=padding + 1, need_weights=False)
-    torch._dynamo.reset()
+    with pytest.raises(UnsupportedRequest, match="bias"):
+        ours(x, x, x, key_padding_mask=torch.zeros(2, 5, requires_grad=True))
 
 
 def test_it_can_be_made_on_a_device_and_in_a_dtype():

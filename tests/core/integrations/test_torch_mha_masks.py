@@ -232,6 +232,7 @@ def test_appended_keys_are_seen_by_every_query_under_the_hint(variant):
     torch.testing.assert_close(per_head[1][:, :, :1][..., [0, L, L + 1]], scored.weights, **CLOSE)
 
 
+# What needs a package or a device that is not here has no row to run.
 @pytest.mark.parametrize("name", [n for n in attnlab.names() if attnlab.info(n).unavailable is None])
 def test_every_variant_serves_causal_self_attention_with_padding(name):
     layer, x, hidden = module(name), tokens(), padding(5, 3)

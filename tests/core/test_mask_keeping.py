@@ -1,0 +1,121 @@
+"""`AttentionMask.keeping`: what a call settles of a mask serves the next of its shapes, and changes no answer."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import attnlab
+from attnlab import AttentionMask, InvalidInput
+from attnlab.visibility import Visibility
+
+PRESENT = torch.tensor([[False, False, True, True, True, True], [True] * 6])
+MASKS = {
+    "causal": {"causal": True, "offset": 0},
+    "padded": {"key_mask": PRESENT},
+    "causal and padded": {"causal": True, "offset": 0, "key_mask": PRESENT},
+    "window": {"window": (2, 0), "offset": 0, "key_mask": PRESENT},
+    "packed": {"causal": True, "segments": (PRESENT.long(), PRESENT.long())},
+    "dense": {"allowed": torch.ones(6, 6, dtype=torch.bool).tril()},
+    "function": {"mask_mod": lambda b, h, q, k: k <= q},
+    "lengths": {"key_lengths": torch.tensor([4, 6]), "query_lengths": torch.tensor([4, 6])},
+}
+
+
+def inputs(length=6):
+    return [torch.randn(2, 2, length, 8, requires_grad=True) for _ in range(3)]
+
+
+@pytest.fixture
+def resolved(monkeypatch):
+    """How often a mask met shapes."""
+    real, times = Visibility.resolve.__func__, []
+
+    def counted(cls, mask, **sizes):
+        times.append(sizes)
+        return real(cls, mask, **sizes)
+
+    monkeypatch.setattr(Visibility, "resolve", classmethod(counted))
+    return times
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("variant", ["dot_product", "sliding_window", "chunked"])
+@pytest.mark.parametrize("name", MASKS)
+def test_answers_and_gradients_are_those_of_the_mask_itself(name, variant, dense, resolved):
+    mask = AttentionMask(**MASKS[name])
+    whole = mask.to_dense(2, 1, 6, 6).expand(2, 1, 6, 6) if dense else None
+    kept = mask.keeping(whole)
+    made = attnlab.create(variant, num_heads=2, head_dim=8)
+    given = inputs()
+    wanted = made(*given, mask=mask).out
+    gradients = torch.autograd.grad(wanted.square().sum(), given)
+    resolved.clear()
+    for _ in range(2):
+        found = made(*given, mask=kept).out
+        assert torch.equal(found, wanted) or torch.allclose(found, wanted, atol=2e-6)
+        for mine, theirs in zip(torch.autograd.grad(found.square().sum(), given), gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    assert len(resolved) == 1
+
+
+def test_absent_slots_are_cleaned_in_every_call():
+    kept = AttentionMask(key_mask=PRESENT).keeping()
+    query, key, value = (x.detach() for x in inputs())
+    wanted = attnlab.attention(query, key, value, mask=kept)
+    key[0, :, :2], value[0, :, :2] = torch.nan, torch.inf
+    assert torch.equal(attnlab.attention(query, key, value, mask=kept), wanted)
+
+
+def test_other_shapes_are_settled_anew_and_wrong_ones_refused(resolved):
+    kept = AttentionMask(causal=True, offset=0).keeping()
+    given = {length: inputs(length) for length in (6, 4)}
+    wanted = {length: attnlab.attention(*x, causal=True) for length, x in given.items()}
+    resolved.clear()
+    for length in (6, 4, 6, 4):
+        torch.testing.assert_close(attnlab.attention(*given[length], mask=kept), wanted[length])
+    assert [sizes["query_length"] for sizes in resolved] == [6, 4]
+    with pytest.raises(InvalidInput, match=r"key_mask must be \[B, Lk\]"):
+        attnlab.attention(*inputs(4), mask=AttentionMask(key_mask=PRESENT).keeping())
+
+
+def test_what_is_said_beside_it_still_counts_and_twice_is_refused():
+    kept = AttentionMask(key_mask=PRESENT).keeping()
+    query, key, value = inputs()
+    wanted = attnlab.attention(query, key, value, key_mask=PRESENT, causal=True)
+    torch.testing.assert_close(attnlab.attention(query, key, value, mask=kept, causal=True), wanted)
+    with pytest.raises(InvalidInput, match="key_mask given twice"):
+        attnlab.attention(query, key, value, mask=kept, key_mask=PRESENT)
+
+
+def test_inference_leaves_nothing_that_training_could_trip_over():
+    kept = AttentionMask(causal=True, offset=0, key_mask=PRESENT).keeping()
+    given = inputs()
+    with torch.inference_mode():
+        attnlab.attention(*given, mask=kept)
+    attnlab.attention(*given, mask=kept).sum().backward()
+    assert all(x.grad.isfinite().all() for x in given)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy])
+def test_a_copy_says_the_same_and_keeps_nothing(again):
+    kept = AttentionMask(causal=True, key_mask=PRESENT).keeping()
+    attnlab.attention(*inputs(), mask=kept)
+    for other in (again(kept), pickle.loads(pickle.dumps(kept))):
+        assert other.kept is None
+        assert other.given() == kept.given()
+        assert torch.equal(other.to_dense(2, 1, 6, 6), kept.to_dense(2, 1, 6, 6))
+
+
+def test_a_graph_keeps_nothing():
+    torch._dynamo.reset()
+    kept = AttentionMask(causal=True, offset=0, key_mask=PRESENT).keeping()
+    query, key, value = (x.detach() for x in inputs())
+    graph = torch.compile(
+        lambda q, k, v: attnlab.attention(q, k, v, mask=kept), backend="eager", fullgraph=True
+    )
+    found = graph(query, key, value)
+    assert kept.kept == ({}, None)
+    torch.testing.assert_close(found, attnlab.attention(query, key, value, mask=kept))
+    torch._dynamo.reset()
