@@ -19,6 +19,12 @@ from attnlab.integrations._transformers_masks import asked_of
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
 
+_recording: Any
+try:
+    from transformers.utils.output_capturing import _active_collector as _recording
+except ImportError:  # where that library keeps it elsewhere, models hand `output_attentions` on
+    _recording = None
+
 _CONSUMED = {"softcap": "softcap", "s_aux": "sinks", "position_bias": "bias"}  # theirs: ours
 _IN_THE_MASK = frozenset({"sliding_window"})
 _INERT = frozenset(
@@ -88,6 +94,8 @@ class ModelFunction:
         """`(out [B, Lq, Hq, Dv] contiguous, weights or None)`; every argument means what it means there."""
         attention = self.source(module, query, key, value)
         asked = _extras(attention, kwargs) if kwargs else {}
+        if _weights_are_recorded():
+            asked["need_weights"] = True  # refused by the gate where the variant has none
         n_q, n_k = query.shape[2], key.shape[2]
         if attention_mask is None:
             if is_causal is None:
@@ -117,6 +125,12 @@ class ModelFunction:
         return result.out.transpose(1, 2).contiguous(), result.weights  # [B, Lq, Hq, Dv]
 
 
+def _weights_are_recorded() -> bool:
+    """Whether transformers collects attention weights in this forward: some models do not hand `output_attentions` on."""
+    recorded = None if _recording is None else _recording.get()
+    return recorded is not None and any("attentions" in word for word in recorded)
+
+
 def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Mapping[str, Any]) -> None:
     """Refuse to guess where queries stand for a variant that reads positions; a mask with structure says it."""
     n_q, n_k = query.shape[2], key.shape[2]
@@ -141,7 +155,7 @@ def _extras(attention: Callee, kwargs: Mapping[str, Any]) -> dict[str, Any]:
             asked[_CONSUMED[word]] = value
         elif word == "output_attentions":
             if value:
-                asked["need_weights"] = True  # refused by the gate where the variant has none
+                asked["need_weights"] = True
         elif word not in _IN_THE_MASK:
             unknown.append(word)
     if unknown:

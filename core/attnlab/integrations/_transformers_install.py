@@ -15,7 +15,7 @@ from attnlab._choice import choice, storable
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
-from attnlab.errors import InvalidInput, UnsupportedRequest
+from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
 from attnlab.integrations._transformers_function import Callee, ModelFunction, check_positions
 from attnlab.integrations._transformers_layers import (
@@ -38,6 +38,7 @@ from attnlab.modules import GateProjections
 IMPLEMENTATION = (
     "attnlab_installed, by attnlab: pip install attnlab, then attnlab.integrations.transformers.load(folder)"
 )
+_LEFT = "_attnlab_left"  # on layers that were left as they are
 _REST = "dot_product"  # exact: what layers without a variant compute
 
 
@@ -236,10 +237,15 @@ def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> N
         like = next(module.parameters())
         module.attnlab = installed.to(like.device, like.dtype).train(module.training)
         module.register_forward_pre_hook(_note, with_kwargs=True)
+    for path, module in attention_layers(model).items():
+        if path not in made:
+            module.__dict__[_LEFT] = True
 
 
 def _detach(model: PreTrainedModel) -> list[str]:
     paths = [path for path, module in attention_layers(model).items() if "attnlab" in module._modules]
+    for module in attention_layers(model).values():
+        module.__dict__.pop(_LEFT, None)
     for path in paths:
         module = model.get_submodule(path)
         del module.attnlab
@@ -257,7 +263,14 @@ def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
     installed = module._modules.get("attnlab")
-    return _rest(module, query, key, value) if installed is None else installed  # type: ignore[return-value]
+    if installed is not None:
+        return installed  # type: ignore[return-value]
+    if _LEFT not in module.__dict__:
+        raise AttnlabError(
+            f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "
+            "attnlab.integrations.transformers.load(folder), or install(model, ...) again"
+        )
+    return _rest(module, query, key, value)
 
 
 _rest: Callable[..., Callee] = by_name(_REST)

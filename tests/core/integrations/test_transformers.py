@@ -411,3 +411,17 @@ def test_without_transformers_the_import_says_what_to_install(monkeypatch):
 def test_a_window_that_no_mask_holds_is_refused():
     with pytest.raises(UnsupportedRequest, match="window of 3 keys"):
         call(sliding_window=3)
+
+
+def test_a_model_that_hands_no_output_attentions_on_gives_its_weights():
+    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    config.bos_token_id = config.eos_token_id = None
+    model, ids = transformers.GPT2Model(config).eval(), tokens()
+    model.set_attn_implementation("eager")
+    wanted = model(input_ids=ids, output_attentions=True).attentions
+    with hf.using(model, "dot_product"):
+        found = model(input_ids=ids, output_attentions=True).attentions
+        assert model(input_ids=ids).attentions is None
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    with pytest.raises(UnsupportedRequest, match="need_weights"), hf.using(model, "flash"):
+        model(input_ids=ids, output_attentions=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from attnlab import InvalidInput, UnknownVariant, UnsupportedRequest
+from attnlab import AttnlabError, InvalidInput, UnknownVariant, UnsupportedRequest
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 from attnlab.integrations import transformers as hf  # noqa: E402
@@ -298,3 +298,12 @@ def test_install_reaches_the_layers_that_ask_and_no_others():
     model = decoder()
     model.model.layers[1].self_attn = DeafAttention()
     assert hf.install(model, "gated_delta") == SELF[:1]
+
+
+def test_a_model_read_without_its_variants_does_not_compute_something_else(tmp_path):
+    model = decoder()
+    hf.install(model, "additive")
+    model.save_pretrained(tmp_path)
+    bare = type(model).from_pretrained(tmp_path)  # this process knows the implementation by now
+    with pytest.raises(AttnlabError, match=r"made without it; load it with .*load\(folder\)"):
+        bare(input_ids=torch.tensor([[3, 4, 5]]))

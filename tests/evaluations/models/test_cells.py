@@ -63,22 +63,23 @@ def broken(monkeypatch, target, name, change):
     monkeypatch.setattr(target, name, lambda *args, **more: change(original, *args, **more))
 
 
-def without(word):
-    def change(original, *args, **more):
-        asked = original(*args, **more)
+def dropping(word):
+    """What translates a mask, but for one part of what it says."""
+
+    def change(put_mask, attention, asked, mask):
+        put_mask(attention, asked, mask)
         asked.pop(word, None)
-        mask = asked.get("mask")
-        if isinstance(mask, AttentionMask):
-            kept = {part: getattr(mask, part) for part in mask.given() if part != word}
+        whole = asked.get("mask")
+        if isinstance(whole, AttentionMask):
+            kept = {part: getattr(whole, part) for part in whole.given() if part != word}
             asked["mask"] = AttentionMask(**kept)
-        return asked
 
     return change
 
 
 @pytest.mark.parametrize("variant", ["dot_product", "linearised"])
 def test_a_dropped_causality_is_found(own, monkeypatch, variant):
-    broken(monkeypatch, function, "_visibility", without("causal"))
+    broken(monkeypatch, function, "_put_mask", dropping("causal"))
     cell = judge(own("llama"), variant)
     assert cell.status == WRONG
     assert "differ" in cell.note or "before it" in cell.note
@@ -86,18 +87,19 @@ def test_a_dropped_causality_is_found(own, monkeypatch, variant):
 
 @pytest.mark.parametrize("variant", ["dot_product", "additive"])
 def test_a_dropped_padding_is_found(own, monkeypatch, variant):
-    broken(monkeypatch, function, "_visibility", without("key_mask"))
+    broken(monkeypatch, function, "_put_mask", dropping("key_mask"))
     assert judge(own("bert"), variant).status == WRONG
 
 
 def test_a_dropped_window_soft_cap_or_scale_is_found(own, monkeypatch):
     with monkeypatch.context() as patch:
-        broken(patch, function, "_extras", without("softcap"))
+        patch.delitem(function._CONSUMED, "softcap")
+        patch.setattr(function, "_INERT", function._INERT | {"softcap"})
         assert judge(own("gemma2"), "dot_product").status == WRONG
     with monkeypatch.context() as patch:
         patch.setattr(function, "_put_scale", lambda *_: None)
         assert judge(own("t5"), "dot_product").status == WRONG
-    broken(monkeypatch, function, "_visibility", without("window"))
+    broken(monkeypatch, function, "_put_mask", dropping("window"))
     assert judge(own("mistral"), "dot_product").status == WRONG
 
 
