@@ -79,7 +79,7 @@ def test_no_kernel_of_recurrences_spills_or_asks_for_too_much_in_float32(
 
 @pytest.mark.parametrize("width", [1, 40, 256])
 def test_kernels_of_recurrences_compile_without_decays_and_without_queries(width: int) -> None:
-    sums = ("recurrence", "recurrence sums", "recurrence state")
+    sums = ("recurrence", "recurrence sums", "recurrence normalised", "recurrence state")
     corrections = ("correction", "correction alone", "correction state")
     code, rows = compiled("--arch", "90", "--call", *sums, *corrections, "--width", str(width))
     assert code == 0

@@ -63,7 +63,7 @@ def chunked_recurrence(
     while `recording`, the pairs that decays of channels need are formed again in the backward. Triton kernels have chunks of their own
     and keep the inputs, and u where writing corrects; a gradient of their gradient is that of the form in torch.
     """
-    if _by_kernels(memory, query, key, value, beta, log_decay):
+    if served_by_kernels(memory, query, key, value, beta, log_decay=log_decay):
         if corrects:
             beta = torch.ones_like(key[..., 0]) if beta is None else beta
         elif beta is not None:
@@ -72,10 +72,9 @@ def chunked_recurrence(
     return _by_torch(memory, query, key, value, beta, log_decay, corrects, chunk, recording)
 
 
-def _by_kernels(*given: Tensor | None) -> bool:
-    """Whether Triton kernels serve these, memory, query, key, value, beta and log-decay: plain float32 of one device."""
-    tensors = [x for x in given if x is not None]
-    memory, log_decay = tensors[0], given[5]
+def served_by_kernels(memory: Tensor, *others: Tensor | None, log_decay: Tensor | None = None) -> bool:
+    """Whether Triton kernels serve a recurrence of these, None left out: plain float32 of one device, no wider than they hold."""
+    tensors = [x for x in (memory, *others, log_decay) if x is not None]
     return (
         all(x.dtype == torch.float32 and x.device == memory.device for x in tensors)
         and (log_decay is None or log_decay.dim() == 3)

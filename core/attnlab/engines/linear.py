@@ -3,6 +3,9 @@
 Notation: P features, C chunk length, N chunks, G query heads a key/value head. `S_i = sum phi(k_j) v_j^T` and
 `z_i = sum phi(k_j)` over the keys that query i sees. [Katharopoulos et al. 2020; the chunked form: Hua et al. 2022]
 Everything is computed in float32 or better; callers cast.
+
+The causal form is a recurrence without decays, so where Triton kernels serve those of `chunked_recurrence` (float32 on CUDA, P and
+Dv + 1 up to 256, outside traces and transforms) they serve this one, but for steps of one token. No GPU has run them.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attnlab.engines.chunked_recurrence import chunked_recurrence, served_by_kernels
 from attnlab.engines.heads import fold_groups
+from attnlab.engines.recurrence_triton import WIDEST
 
 CHUNK = 64
 BLOCK = 512  # tokens whose features, sums and products fit a second-level cache at 64 features
@@ -86,7 +91,10 @@ def causal_linear(
     normalise: bool = True,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Query i sees keys 0..i and the initial sums: `[B, Hq, L, Dv]` from features of one length L."""
+    """Query i sees keys 0..i and the initial sums: `[B, Hq, L, Dv]` from features of one length L.
+
+    Triton kernels have chunks of their own.
+    """
 
     def block(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         return query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
@@ -108,19 +116,54 @@ def causal_linear_blocks(
     `block(start, stop)` gives the features of those tokens, query `[B, Hq, n, P]`, key `[B, Hkv, n, P]`, and their values: so
     a block's features are made, used and dropped while the cache holds them. Inside a block all chunks go at once: inside a
     chunk the masked product, before it the sums so far. `O(L C (P + Dv) + L P Dv)` work, `O(L Dv)` memory beyond a block.
+    Triton kernels take what follows the first block as one, whose features are there at once: a launch costs more than a cache saves.
     """
     outs = []
     blocks = -(-length // BLOCK)
+    by_kernels = False
     for i in range(blocks):  # a compiled graph depends on the number of blocks, not on the length
-        query, key, value = block(i * BLOCK, length if i == blocks - 1 else (i + 1) * BLOCK)
+        last = by_kernels or i == blocks - 1
+        query, key, value = block(i * BLOCK, length if last else (i + 1) * BLOCK)
         if kv is None or z is None:
             kv = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
             z = key.new_zeros(*key.shape[:2], key.shape[3])
-        out, kv, z = _one_block(query, key, value, kv, z, normalise, chunk)
+        by_kernels = _are_served(query, key, value, kv, z, normalise)
+        if by_kernels:
+            out, kv, z = _by_recurrence(query, key, value, kv, z, normalise)
+        else:
+            out, kv, z = _one_block(query, key, value, kv, z, normalise, chunk)
         outs.append(out)
+        if last:
+            break
     assert kv is not None
     assert z is not None
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)), kv, z
+
+
+def _are_served(query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool) -> bool:
+    """Whether `_by_recurrence` has kernels for these; a step of one token is a few small products in any case."""
+    columns = value.shape[3] + normalise
+    return key.shape[2] > 1 and columns <= WIDEST and served_by_kernels(kv, z, query, key, value)
+
+
+def _by_recurrence(
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_one_block` as the recurrence that it is, the normaliser being what it reads of a last column of values 1.
+
+    Not a recurrence of its own: what a query passes to a key through the two nearly cancels where it meets few features, which costs
+    least while both are one number for a pair, before anything is summed.
+    """
+    grouped = fold_groups(query, key.shape[1])  # [B, Hkv, G, L, P]
+    if not normalise:
+        out, kv = chunked_recurrence(kv, grouped, key, value)
+        assert out is not None
+        return out.flatten(1, 2), kv, z + key.sum(-2)
+    memory = torch.cat([kv, z[..., None]], -1)  # [B, Hkv, P, Dv + 1]
+    both, memory = chunked_recurrence(memory, grouped, key, torch.nn.functional.pad(value, (0, 1), value=1.0))
+    assert both is not None
+    out = divided(both[..., :-1], both[..., -1:]).flatten(1, 2)  # [B, Hq, L, Dv]
+    return out, memory[..., :-1].contiguous(), memory[..., -1].contiguous()
 
 
 def _one_block(

@@ -107,12 +107,14 @@ def backward(
     of_key = _made(*key.shape, like=key)
     turned = None if grad_last is None else grad_last.transpose(2, 3)
     _backward_walk(turned, written, grads, readers, known, of_key, None, own=False)
-    fading = _inner(key, of_key)  # [B, H, L]: what begins to fade after t, less what need not fade any more
+    # [B, H, L]: what begins to fade after t, less what need not fade any more
+    fading = None if log_decay is None else _inner(key, of_key)
     of_query, of_value, of_beta, of_decay = None, of_update, None, None
     if readers is not None and grads is not None:
         of_readers = _made(*readers.shape, like=key)
         _forward_walk(memory.transpose(2, 3), grads, written, key, known, of_readers, None, own=False)
-        fading = fading - _inner(readers, of_readers).sum(2)
+        if fading is not None:
+            fading = fading - _inner(readers, of_readers).sum(2)
         if asked is not None and grad_out is not None:
             own = (grad_out * written.float()[:, :, None]).sum(-1, keepdim=True)  # [B, H, G, L, 1]
             of_query = of_readers[:, :, : asked.shape[2]] + own * key[:, :, None]
@@ -121,7 +123,7 @@ def backward(
             of_correction = of_readers[:, :, -1]
             of_beta = (_inner(of_update, value) - _inner(key, of_correction)).to(beta.dtype)
             of_key, of_value = of_key - rates * of_correction, rates * of_update
-    if log_decay is not None:
+    if log_decay is not None and fading is not None:
         of_decay = fading.cumsum(2) - fading + _inner(memory, of_memory).sum(2)[..., None]
         of_decay = of_decay.masked_fill(log_decay < FADED, 0).to(log_decay.dtype)
     if of_query is None and query is not None:

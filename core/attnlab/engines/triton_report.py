@@ -97,12 +97,21 @@ def additive_call(dtype: torch.dtype, width: int) -> None:
 
 
 def recurrence_call(
-    dtype: torch.dtype, width: int, fades: bool = True, asked: bool = True, corrects: bool = False
+    dtype: torch.dtype,
+    width: int,
+    fades: bool = True,
+    asked: bool = True,
+    corrects: bool = False,
+    normalised: bool = False,
 ) -> None:
-    """Fast weights of that width, two query heads to each key head unless no query asked, and their gradients."""
-    query, grad = (torch.empty(2, 2, 2, 250, width, dtype=dtype) if asked else None for _ in range(2))
-    key, value = (torch.empty(2, 2, 250, width, dtype=dtype) for _ in range(2))
-    memory = torch.empty(2, 2, width, width)
+    """Fast weights of that width, two query heads to each key head unless no query asked, and their gradients.
+
+    A normaliser is one more column, but for the widest.
+    """
+    columns = min(width + normalised, recurrence_triton.WIDEST)
+    query, grad = (torch.empty(2, 2, 2, 250, n, dtype=dtype) if asked else None for n in (width, columns))
+    key, value = (torch.empty(2, 2, 250, n, dtype=dtype) for n in (width, columns))
+    memory = torch.empty(2, 2, width, columns)
     beta, log_decay = (torch.empty(2, 2, 250, dtype=dtype) if there else None for there in (corrects, fades))
     given = (memory, query, key, value, beta, log_decay)
     made = recurrence_triton.forward(*given)
@@ -113,6 +122,7 @@ CALLS = {
     "additive": CompiledCall(additive_call),
     "recurrence": CompiledCall(recurrence_call),
     "recurrence sums": CompiledCall(partial(recurrence_call, fades=False)),
+    "recurrence normalised": CompiledCall(partial(recurrence_call, fades=False, normalised=True)),
     "recurrence state": CompiledCall(partial(recurrence_call, asked=False)),
     "correction": CompiledCall(partial(recurrence_call, corrects=True)),
     "correction alone": CompiledCall(partial(recurrence_call, fades=False, corrects=True)),
