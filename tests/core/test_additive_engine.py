@@ -176,3 +176,19 @@ def test_gradients_are_as_exact_where_the_caller_left_autocast_on() -> None:
             found.append(torch.autograd.grad(scores, leaves, torch.ones_like(scores)))
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("side", [40, 1200])  # heads together, and channel by channel
+def test_gradients_are_the_same_whether_those_of_v_are_asked_for_or_not(side: int) -> None:
+    query, key, v = (
+        torch.randn(shape, requires_grad=True) for shape in ((1, 1, side, 8), (1, 1, side, 8), (1, 8))
+    )
+    loss = additive_scores(query, key, v).sin().sum()
+    whole = torch.autograd.grad(loss, (query, key, v), retain_graph=True)
+    for asked in ((0, 1), (0,), (1,), (2,)):
+        inputs = [(query, key, v)[n] for n in asked]
+        found = torch.autograd.grad(loss, inputs, retain_graph=True)
+        assert all(torch.equal(one, whole[n]) for one, n in zip(found, asked, strict=True))
+    loss.backward()
+    assert v.grad is not None
+    assert torch.equal(v.grad, whole[2])

@@ -48,7 +48,8 @@ def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         query, key, v = query.to(wide), key.to(wide), v.to(wide)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or v.requires_grad):
-        scores: Tensor = _Scores.apply(query, key, v)  # type: ignore[no-untyped-call]
+        # A view, as the backward can ask of no leaf whether its gradient is wanted.
+        scores: Tensor = _Scores.apply(query, key, v.view_as(v))  # type: ignore[no-untyped-call]
         return scores
     made: Tensor = _engine(query, key, v).forward(query, key, v)
     return made
@@ -97,10 +98,16 @@ class _Scores(torch.autograd.Function):
             wanted = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
             found = iter(torch.autograd.grad(scores, wanted, grad, create_graph=True))
             return tuple(next(found) if n else None for n in ctx.needs_input_grad)
-        return _gradients(grad, query, key, v)
+        # autograd.grad may ask for less than what needs a gradient.
+        node = ctx.next_functions[2][0]
+        v_asked = node is not None and torch._C._will_engine_execute_node(node)
+        return _gradients(grad, query, key, v, v_asked)
 
 
 @in_own_precision
-def _gradients(grad: Tensor, query: Tensor, key: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = _engine(query, key, v).backward(grad, query, key, v)
-    return found
+def _gradients(
+    grad: Tensor, query: Tensor, key: Tensor, v: Tensor, v_asked: bool
+) -> tuple[Tensor | None, ...]:
+    if _by_kernels(query, key, v):
+        return additive_triton.backward(grad, query, key, v)
+    return additive_cpu.backward(grad, query, key, v, v_asked)

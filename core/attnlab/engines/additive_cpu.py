@@ -39,8 +39,10 @@ def forward(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
     return scores.view(*query.shape[:3], key.shape[2])
 
 
-def backward(grad: Tensor, query: Tensor, key: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and v for `grad [B, H, tq, tk]` of the scores."""
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, v: Tensor, v_asked: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key and v for `grad [B, H, tq, tk]` of the scores; v's, which is a sum of its own, where it is asked."""
     q, k, w = _flat(query, key, v)
     g = grad.reshape(q.shape[0], q.shape[1], k.shape[1])
     of_query, of_key, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)
@@ -50,11 +52,17 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, v: Tensor) -> tuple[Tenso
             at = slice(n, n + step)
             of_query[at], of_key[at], of_v[at] = _together_backward(g[at], q[at], k[at], w[at], near)
     else:
-        by_channel = _by_channel_backward if near else _by_channel_backward_far
         tiles = _tiles(g[0])
         for n in range(q.shape[0]):
-            of_query[n], of_key[n], of_v[n] = by_channel(g[n], q[n], k[n], w[n], tiles)
-    return of_query.view(query.shape), of_key.view(key.shape), of_v.view(-1, *v.shape).sum(0)
+            one = (g[n], q[n], k[n], w[n], tiles)
+            of_query[n], of_key[n], of_v[n] = (
+                _by_channel_backward(*one, v_asked) if near else _by_channel_backward_far(*one)
+            )
+    return (
+        of_query.view(query.shape),
+        of_key.view(key.shape),
+        of_v.view(-1, *v.shape).sum(0) if v_asked else None,
+    )
 
 
 def _flat(query: Tensor, key: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,9 +134,9 @@ def _by_channel_far(q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, scores: Tens
 
 
 def _by_channel_backward(
-    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, v_asked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[tq, A]`, `[tk, A]` and `[A]` for `g [tq, tk]`; `tiles` are for its use."""
+    """`[tq, A]`, `[tk, A]` and `[A]`, zeros where it is not asked, for `g [tq, tk]`; `tiles` are for its use."""
     u, e = torch.exp(-2 * q).T.contiguous(), torch.exp(2 * k).T.contiguous()  # [A, tq] and [A, tk]
     t_one, t_e, u_t = torch.empty_like(u), torch.empty_like(u), torch.empty_like(e)
     groups = (torch.split(x, len(tiles)) for x in (u[:, None], e[:, None], u_t[:, None], t_e[:, None], t_one))
@@ -138,9 +146,10 @@ def _by_channel_backward(
         torch.div(g, t, out=t)
         torch.bmm(some_u, t, out=some_u_t)
         torch.bmm(some_e, t.transpose(1, 2), out=some_t_e)  # t e as a column takes ten times as long
-        torch.sum(t, 2, out=some_t_one)
+        if v_asked:
+            torch.sum(t, 2, out=some_t_one)
     t_e *= u
-    of_v = g.sum() - 2 * torch.addcmul(t_e, t_one, u.square()).sum(1)
+    of_v = g.sum() - 2 * torch.addcmul(t_e, t_one, u.square()).sum(1) if v_asked else torch.zeros_like(w)
     lead = 4 * w[:, None]
     return (lead * t_e).T, (lead * e * u_t).T, of_v
 
