@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,9 +17,9 @@ from torch import Tensor
 
 import attnlab
 from attnlab import AttnlabError, InvalidInput, UnsupportedRequest, VariantUnavailable
+from attnlab_evaluations.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG, Cell
 from attnlab_evaluations.models.zoo import Tiny
 
-EQUAL, WORKS, FORWARD, REFUSED, WRONG = "equal", "works", "forward", "refused", "WRONG"
 NEW_TOKENS = 5
 # Two float32 layers, each a few roundings from the model's own order of sums.
 CLOSE = 2e-5
@@ -31,17 +30,6 @@ _CACHES: dict[str, dict[str, Any]] = {
     "a static cache": {"cache_implementation": "static"},
     "beams": {"num_beams": 3},
 }
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What was found; `note` is the reason where there is one, `error` the largest relative difference where equality was asked."""
-
-    model: str
-    variant: str
-    status: str
-    note: str = ""
-    error: float | None = None
 
 
 class Wrong(AssertionError):

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from tabulate import tabulate
 
-from attnlab_evaluations.models.cells import EQUAL, FORWARD, REFUSED, WORKS, WRONG, Cell
+from attnlab_evaluations.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG, Cell
 
 LEGEND = (
     f"{EQUAL}: logits, gradients and generated tokens are those of the model's own attention; {WORKS}: in its own way, padding-, batch- "

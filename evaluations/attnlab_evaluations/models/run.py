@@ -12,7 +12,8 @@ import torch
 from attnlab import VariantUnavailable
 from attnlab_evaluations import records
 from attnlab_evaluations.models import report
-from attnlab_evaluations.models.cells import WRONG, Cell, Own, judge
+from attnlab_evaluations.models.cells import Own, judge
+from attnlab_evaluations.models.outcome import WRONG, Cell
 from attnlab_evaluations.models.settings import ModelsSettings
 from attnlab_evaluations.models.zoo import TINY
 from attnlab_evaluations.progress import Progress

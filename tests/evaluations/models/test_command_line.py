@@ -8,7 +8,7 @@ import attnlab
 from attnlab.cli import main
 from attnlab.cli.dispatch import parse
 from attnlab_evaluations.models import report, settings
-from attnlab_evaluations.models.cells import EQUAL, REFUSED, WORKS, WRONG, Cell
+from attnlab_evaluations.models.outcome import EQUAL, REFUSED, WORKS, WRONG, Cell
 
 
 def settled(*words):
