@@ -13,7 +13,8 @@ from attnlab.integrations import _transformers_install as installing
 from attnlab.integrations import _transformers_layers as layers
 from attnlab.mask import AttentionMask
 from attnlab_evaluations.models import cells, report, run, settings
-from attnlab_evaluations.models.cells import EQUAL, FORWARD, REFUSED, WORKS, WRONG, Own, judge
+from attnlab_evaluations.models.cells import Own, judge
+from attnlab_evaluations.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG
 from attnlab_evaluations.models.zoo import TINY
 
 MATRIX = Path(__file__).resolve().parents[3] / "evaluations" / "MODELS.md"
