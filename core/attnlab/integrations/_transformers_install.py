@@ -158,6 +158,7 @@ def install(
     try:
         _choose(model)
     except BaseException:
+        # Whatever ends it, an interrupt too: no layer keeps a child that nobody calls, and the error passes on.
         _detach(model)
         raise
     model.__dict__["_attnlab_before"] = before

@@ -266,6 +266,7 @@ def _install(
             install(host, chosen, layers=[glob.escape(p) for p in inside], example=example)
             done.append(host)
     except BaseException:
+        # Whatever ends it, an interrupt too: in all models or in none, and the error passes on.
         for host in done:
             uninstall(host)
         raise
