@@ -20,7 +20,7 @@ def visibility_of_call(
     kept = None if said is None or state is not None else said.kept
     if kept is None:
         return _resolved(said or AttentionMask(), query, key, state, subject)
-    found, dense = kept
+    found, dense = kept.found, kept.dense
     batch, heads, length, _ = query.shape
     sizes = (batch, heads, length, key.shape[2], query.device, torch.is_inference_mode_enabled())
     if sizes not in found:

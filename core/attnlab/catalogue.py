@@ -34,10 +34,10 @@ def use_registry(registry: Registry | None) -> None:
 
 
 def forget_instances() -> None:
-    """Drop what `attend` made and judged by name: the names may mean something else now."""
-    functional = sys.modules.get("attnlab.functional")
-    if functional is not None:
-        functional.forget_instances()
+    """Drop what was made and judged by name: the names may mean something else now."""
+    remembered = sys.modules.get("attnlab._remembered")
+    if remembered is not None:
+        remembered.forget()
 
 
 def names() -> list[str]:

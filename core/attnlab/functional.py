@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,23 +9,17 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnlab._gate import run_while_tracing
+from attnlab._remembered import Remembered, Shortcuts
 from attnlab.call import AttentionOutput, call_signature
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
 
-# Bare calls that were judged, by variant and signature -> the function that serves them.
-_served: dict[Any, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+_shortcuts = Shortcuts()
 # (variant, Hq, Hkv, Dq, Dk, Dv) -> instance. They hold no parameters, so sharing one is safe.
-_instances: dict[tuple[Any, ...], Attention] = {}
-_LIMIT = 1024
+_made = Remembered()
+_instances: dict[tuple[Any, ...], Attention] = _made.held
 _any_autocast = torch._C._is_any_autocast_enabled
-
-
-def forget_instances() -> None:
-    """Drop the variants made so far: the registry changed."""
-    _instances.clear()
-    _served.clear()
 
 
 def attend(
@@ -57,17 +50,16 @@ def attention(
         call = (
             call_signature(variant, query, key, value, bool(arguments)) if isinstance(variant, str) else None
         )
-        served = _served.get(call)
+        served = _shortcuts.held.get(call)
         if served is not None and not _any_autocast():
-            return served(query, key, value)
+            out: Tensor = served(query, key, value)
+            return out
         out = attend(query, key, value, variant, **arguments).out
         made = _instances.get(
             (variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3])
         )
-        if made is not None and made.was_served(query, key, value, bool(arguments)):
-            if len(_served) > _LIMIT:
-                _served.clear()
-            _served[call] = made.plain_function(bool(arguments), bool(call and call[-1]))
+        if made is not None:
+            _shortcuts.learn(call, made, query, key, value, bool(arguments))
         return out
     for word in ("need_weights", "need_lse", "state"):
         if arguments.get(word):
@@ -131,6 +123,4 @@ def _make(variant: str, *sizes: int) -> None:
             f"{variant}: it has learned parameters, so it cannot be called without a module; "
             f"make one with attnlab.create({variant!r}, num_heads={sizes[0]}, head_dim={sizes[2]})"
         )
-    if len(_instances) >= _LIMIT:
-        _instances.clear()
-    _instances[(variant, *sizes)] = made
+    _made.put((variant, *sizes), made)

@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attnlab._absent import close_gates, empty_output, without_absent_queries
+from attnlab._absent import close_gates, empty_output, without_absent, without_absent_queries
 from attnlab._arguments import check_extras, check_flags, explain_shapes
 from attnlab._gate import (
     BITS,
@@ -31,6 +31,7 @@ from attnlab._gate import (
     require_sizes,
     stated,
 )
+from attnlab._plain_calls import PlainCalls
 from attnlab._quoting import quoted
 from attnlab._visibility_of_call import visibility_of_call
 from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
@@ -42,7 +43,7 @@ from attnlab.state import State
 from attnlab.visibility import Visibility
 
 
-class Attention(nn.Module):
+class Attention(PlainCalls):
     """Base class of a variant: write `attend` and name a formula, and the gate, checks and tables follow.
 
     Class attributes of a variant:
@@ -136,35 +137,6 @@ class Attention(nn.Module):
         """The mechanism itself. Called once, with a request that was judged and absent slots that hold zeros."""
         raise PluginError(f"{type(self).__name__} writes no attend(query, key, value, call)")
 
-    def plain_function(self, causal: bool, contiguous: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """A function `(query, key, value) -> out` for calls without arguments whose like was judged before.
-
-        contiguous: whether all three are.
-
-        A shortcut for small inputs; overriding it must change nothing but the time.
-        """
-
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            seen = None
-            if causal:
-                seen = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-                seen.right = 0
-            return self.attend(query, key, value, Call(seen, recording=torch.is_grad_enabled())).out
-
-        return run
-
-    def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
-        """One call with a state and no further argument but `causal`, like the call that the state came from.
-
-        A shortcut for decoding, as `plain_function` is for small inputs; None where the call must go the whole way, because of
-        what the state holds or because gradients are wanted. The state is spent by the caller.
-        """
-        return None
-
-    def was_served(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
-        """Whether a call like this, without further arguments, was judged and served before."""
-        return call_signature("", query, key, value, causal) in self._served
-
     def default_scale(self) -> float | None:
         """The formula's own scale, `Dk^-0.5` unless the formula says otherwise; None where a normaliser cancels it."""
         return 1.0 / math.sqrt(
@@ -252,9 +224,10 @@ class Attention(nn.Module):
         Returns `AttentionOutput`. Raises `UnsupportedRequest` for what the variant does not declare and `InvalidInput` for
         wrong shapes, dtypes, devices or combinations, both before any tensor work.
         """
+        kept = mask.kept if type(mask) is AttentionMask and causal is False else None
         bare = (
             (causal is False or causal is True)
-            and mask is None
+            and (mask is None or (kept is not None and state is None))
             and offset is None
             and window is None
             and key_lengths is None
@@ -276,8 +249,11 @@ class Attention(nn.Module):
         signature = None
         # Under autocast other dtypes are judged than were given, so that such a call says nothing of one without.
         if bare and not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-            signature = call_signature("" if state is None else "step", query, key, value, causal is True)
+            word = "step" if state is not None else "" if kept is None else kept.word
+            signature = call_signature(word, query, key, value, causal is True)
             if signature in self._served and signature:
+                if kept is not None:
+                    return AttentionOutput(self.masked_function(query, key, value, mask))  # type: ignore[arg-type]
                 if state is None:
                     return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
                 if getattr(state, "_judged", None) == signature and (
@@ -378,7 +354,7 @@ class Attention(nn.Module):
         if said is not None or state is not None:
             visibility, absent = visibility_of_call(said, query, key, state, self.name)
             if absent is not None:
-                key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+                key, value = without_absent(key, absent), without_absent(value, absent)
                 if gates:
                     gates = close_gates(gates, self.gates, absent)
             if visibility.query_present is not None:
@@ -405,7 +381,7 @@ class Attention(nn.Module):
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
         # A signature says nothing of gradients, so what serves it must be known to hold with them; steps take none.
-        if signature is not None and (
+        if (signature is not None and (visibility is None or visibility.query_present is None)) and (
             (state is not None and not self._judges)
             or (self.capabilities.backward and (recording or not (self._judges or self._conflict_bits)))
         ):

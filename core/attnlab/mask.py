@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,14 @@ from attnlab.errors import InvalidInput
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Offset = str | int | Tensor | None
 OFFSET_WORDS = ("top_left", "bottom_right")
+
+
+class Kept(NamedTuple):
+    """What calls made of a mask: `found`, by their shapes; `dense`, the whole mask where it was given; and `word`, which parts it has."""
+
+    found: dict[Any, Any]
+    dense: Tensor | None
+    word: str
 
 
 class _Keeping:
@@ -86,12 +94,12 @@ class AttentionMask(_Keeping):
         the caller has it already.
         """
         same = replace(self)
-        object.__setattr__(same, "_kept", ({}, dense))
+        object.__setattr__(same, "_kept", Kept({}, dense, " ".join(("mask of", *self.given()))))
         return same
 
     @property
-    def kept(self) -> tuple[dict[Any, Any], Tensor | None] | None:
-        """What calls made of this mask, by their shapes, and its `dense`; None where nothing is kept, as in a graph."""
+    def kept(self) -> Kept | None:
+        """What calls made of this mask; None where nothing is kept, as in a graph."""
         return None if torch.compiler.is_compiling() else getattr(self, "_kept", None)
 
     @property

@@ -98,6 +98,34 @@ def test_inference_leaves_nothing_that_training_could_trip_over():
     assert all(x.grad.isfinite().all() for x in given)
 
 
+def test_a_call_served_with_a_mask_excuses_none_that_differs():
+    """The second call with a mask that keeps takes a shortcut, which must not be taken by these."""
+    made = attnlab.create("dot_product", num_heads=2, head_dim=8)
+    given, kept = [x.detach() for x in inputs()], AttentionMask(key_mask=PRESENT).keeping()
+    for _ in range(3):
+        wanted = made(*given, mask=kept).out
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert made(*given, mask=kept).out.dtype == torch.bfloat16
+    assert made(*given, mask=kept, need_weights=True).weights is not None
+    assert torch.equal(made(*given, mask=AttentionMask().keeping()).out, made(*given).out)
+    other = AttentionMask(key_mask=PRESENT.flip(1)).keeping()
+    torch.testing.assert_close(made(*given, mask=other).out, made(*given, key_mask=PRESENT.flip(1)).out)
+    assert torch.equal(made(*given, mask=kept).out, wanted)
+    with pytest.raises(InvalidInput, match=r"key_mask must be \[B, Lk\]"):
+        made(*given, mask=AttentionMask(key_mask=PRESENT[:, :5]).keeping())
+    cached = made.init_state(batch=2)
+    assert made(*given, mask=kept, state=cached).state.length == 6
+
+
+def test_a_variant_that_lacks_what_a_mask_says_refuses_it_each_time():
+    made = attnlab.create("linearised", num_heads=2, head_dim=8)
+    given = inputs()
+    for _ in range(2):
+        made(*given, mask=AttentionMask(key_mask=PRESENT).keeping())
+        with pytest.raises(attnlab.UnsupportedRequest, match="window"):
+            made(*given, mask=AttentionMask(key_mask=PRESENT, window=(2, 0), offset=0).keeping())
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy])
 def test_a_copy_says_the_same_and_keeps_nothing(again):
     kept = AttentionMask(causal=True, key_mask=PRESENT).keeping()
@@ -116,6 +144,6 @@ def test_a_graph_keeps_nothing():
         lambda q, k, v: attnlab.attention(q, k, v, mask=kept), backend="eager", fullgraph=True
     )
     found = graph(query, key, value)
-    assert kept.kept == ({}, None)
+    assert not kept.kept.found
     torch.testing.assert_close(found, attnlab.attention(query, key, value, mask=kept))
     torch._dynamo.reset()

@@ -17,6 +17,7 @@ from attnlab.state import CacheState, State
 
 if TYPE_CHECKING:
     from attnlab.call import Call
+    from attnlab.visibility import Visibility
 
 # A mask that must be built is built up to this many elements (bytes, as bool); beyond, tiles need less memory.
 MASK_ELEMENTS = 1 << 24
@@ -74,6 +75,18 @@ def fused_attention(
         else:
             mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=bias.dtype, device=query.device))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def fused_masked(query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor | None:
+    """`fused_attention` with torch's own scale, where `seen` is known whole and has no window, which bands serve; else None."""
+    mask = seen.known_dense
+    if mask is None or seen.left is not None or seen.right or value.shape[3] != key.shape[3]:
+        return None
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if not seen.pairwise and seen.key_present is not None:
+        mask = seen.key_present[:, None, None, :]  # one row, where the whole mask repeats it
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 def fused_step(query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:

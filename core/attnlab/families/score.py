@@ -15,7 +15,7 @@ from attnlab._gate import stated
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.banded import band_of, banded_attention
-from attnlab.engines.fused import fused_attention, fused_step
+from attnlab.engines.fused import fused_attention, fused_masked, fused_step
 from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
 from attnlab.errors import InvalidInput, PluginError
@@ -153,6 +153,10 @@ class ScoreAttention(Attention):
         if causal:
             return _CAUSAL if contiguous else _fused_causal
         return scaled_dot_product_attention if contiguous else _fused_plain
+
+    def plain_masked(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
+        out = fused_masked(query, key, value, seen) if self._bare_fused else None
+        return super().plain_masked(query, key, value, seen) if out is None else out
 
     def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
         return fused_step(query, key, value, state) if self._bare_step else None

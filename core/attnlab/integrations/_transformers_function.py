@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from attnlab.call import AttentionOutput
+from attnlab._remembered import Shortcuts
+from attnlab.call import AttentionOutput, call_signature
 from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
@@ -44,6 +45,8 @@ _INERT = frozenset(
 )
 
 
+_CAUSAL: Mapping[str, Any] = {"causal": True}
+_NOTHING: Mapping[str, Any] = {}
 _SAME = 4.5e-16  # two units in the last place of a float: D ** -0.5 and 1 / sqrt(D) may differ by one
 
 
@@ -78,6 +81,7 @@ class ModelFunction:
 
     def __init__(self, source: Source, *, bare: bool = False) -> None:
         self.source, self.bare = source, bare
+        self._shortcuts = Shortcuts()
 
     def __call__(
         self,
@@ -92,28 +96,42 @@ class ModelFunction:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`(out [B, Lq, Hq, Dv] contiguous, weights or None)`; every argument means what it means there."""
-        attention = self.source(module, query, key, value)
-        asked = _extras(attention, kwargs) if kwargs else {}
+        asked, unknown = _extras(kwargs) if kwargs else ({}, [])
         if _weights_are_recorded():
             asked["need_weights"] = True  # refused by the gate where the variant has none
         n_q, n_k = query.shape[2], key.shape[2]
-        if attention_mask is None:
+        window = kwargs.get("sliding_window") if attention_mask is None and kwargs else None
+        if attention_mask is not None:
+            said = asked_of(attention_mask)
+        else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
-            if kwargs and (window := kwargs.get("sliding_window")) is not None and window < n_k:
-                raise UnsupportedRequest(
-                    f"{attention.name}: the model asks for a window of {window} keys and built no mask that holds it; "
-                    "register the mask function together with the attention function"
-                )
-            if is_causal and n_q > 1:
-                if n_q != n_k:
-                    raise UnsupportedRequest(
-                        f"{attention.name}: a causal layer came without a mask at {n_q} queries and {n_k} keys, "
-                        "which leaves the alignment open; pass the mask of this implementation"
-                    )
-                asked["causal"] = True
-        else:
-            _put_mask(attention, asked, attention_mask)
+            said = _CAUSAL if is_causal and n_q > 1 else _NOTHING
+        call = kept = None
+        if self.bare and said is not None and not (asked or unknown or dropout or window):
+            # The shortcut of small inputs, as `attnlab.attention` has it.
+            call, kept = _call_of(query, key, value, said, scaling)
+            served = self._shortcuts.held.get(call) if call else None
+            if served is not None and not torch._C._is_any_autocast_enabled():
+                out = served(query, key, value) if kept is None else served(query, key, value, kept)
+                return out.transpose(1, 2).contiguous(), None
+        attention = self.source(module, query, key, value)
+        if unknown:
+            raise UnsupportedRequest(
+                f"{attention.name}: the model passes {', '.join(sorted(unknown))}, which this adapter does not know "
+                "and will not ignore; run this model with its own attention"
+            )
+        if window is not None and window < n_k:
+            raise UnsupportedRequest(
+                f"{attention.name}: the model asks for a window of {window} keys and built no mask that holds it; "
+                "register the mask function together with the attention function"
+            )
+        if attention_mask is None and said and n_q != n_k:
+            raise UnsupportedRequest(
+                f"{attention.name}: a causal layer came without a mask at {n_q} queries and {n_k} keys, "
+                "which leaves the alignment open; pass the mask of this implementation"
+            )
+        _put_mask(attention, asked, attention_mask, said)
         if scaling is not None:
             _put_scale(attention, asked, scaling, key)
         if dropout:
@@ -122,7 +140,22 @@ class ModelFunction:
             check_positions(attention, query, key, asked)
         serve = attention.forward if self.bare else attention
         result = serve(query, key, value, **asked)
+        if call and "scale" not in asked and isinstance(attention, Attention):
+            self._shortcuts.learn(call, attention, query, key, value, asked.get("causal", False), kept)
         return result.out.transpose(1, 2).contiguous(), result.weights  # [B, Lq, Hq, Dv]
+
+
+def _call_of(
+    query: Tensor, key: Tensor, value: Tensor, said: Mapping[str, Any], scaling: float | None
+) -> tuple[Any, AttentionMask | None]:
+    """What such a call is remembered by, None where it is not, and its mask where that keeps."""
+    if torch.compiler.is_compiling():
+        return None, None
+    mask = said.get("mask")
+    if mask is None:
+        return (call_signature("", query, key, value, "causal" in said), scaling), None
+    kept = mask.kept
+    return (None if kept is None else (call_signature(kept.word, query, key, value, False), scaling)), mask
 
 
 def _weights_are_recorded() -> bool:
@@ -144,8 +177,8 @@ def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Map
         )
 
 
-def _extras(attention: Callee, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's remaining arguments in our words; `UnsupportedRequest` for one not understood."""
+def _extras(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The call's remaining arguments in our words, and those that are not understood."""
     asked: dict[str, Any] = {}
     unknown = []
     for word, value in kwargs.items():
@@ -158,16 +191,16 @@ def _extras(attention: Callee, kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 asked["need_weights"] = True
         elif word not in _IN_THE_MASK:
             unknown.append(word)
-    if unknown:
-        raise UnsupportedRequest(
-            f"{attention.name}: the model passes {', '.join(sorted(unknown))}, which this adapter does not know "
-            "and will not ignore; run this model with its own attention"
-        )
-    return asked
+    return asked, unknown
 
 
-def _put_mask(attention: Callee, asked: dict[str, Any], mask: Tensor) -> None:
-    """Who sees whom, by a mask that is complete: structure or a tensor where it is bool, else a bias."""
+def _put_mask(
+    attention: Callee, asked: dict[str, Any], mask: Tensor | None, said: Mapping[str, Any] | None
+) -> None:
+    """Who sees whom: what is said of it by structure, else a mask that is complete, a tensor where it is bool and else a bias."""
+    if said is not None:
+        asked.update(said)
+        return
     if not isinstance(mask, Tensor):
         raise InvalidInput(
             f"{attention.name}: attention_mask must be a tensor or None, got {type(mask).__name__}"
@@ -176,15 +209,14 @@ def _put_mask(attention: Callee, asked: dict[str, Any], mask: Tensor) -> None:
         bias = bias_of(mask)
         asked["bias"] = bias if "bias" not in asked else asked["bias"] + bias
         return
-    known = asked_of(mask)
-    if known is None and not attention.capabilities.mask:
+    if not attention.capabilities.mask:
         raise UnsupportedRequest(
             f"{attention.name} does not support mask=, a rule for each pair, and nothing says that the model's mask is causality, "
             "a window or padding: it packs sequences, has a rule of its own, or came into a graph of torch.compile from outside; "
             "compile or export the whole model, and with attention_mask= (ones where nothing is padded), as without one a "
             "traced model has to suppose packed sequences"
         )
-    asked.update({"mask": mask} if known is None else known)
+    asked["mask"] = mask
 
 
 def _put_scale(attention: Callee, asked: dict[str, Any], scaling: float, key: Tensor) -> None:

@@ -7,7 +7,7 @@ library's own `sdpa` mask maker, so its meaning is theirs: bool `[B, 1, Lq, Lk]`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -88,10 +88,10 @@ def structure_of(mask: Tensor) -> AttentionMask | None:
     return tag[0] if tag is not None and tag[1] == _version(mask) else None
 
 
-def asked_of(mask: Tensor) -> dict[str, Any] | None:
+def asked_of(mask: Tensor) -> Mapping[str, Any] | None:
     """What a layer that is handed `mask` asks of its variant by structure, as the arguments say it most plainly; None as `structure_of`."""
     tag = getattr(mask, _TAG, None)
-    return dict(tag[2]) if tag is not None and tag[1] == _version(mask) else None
+    return tag[2] if tag is not None and tag[1] == _version(mask) else None
 
 
 def _asked(structure: AttentionMask, square: bool) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from attnlab._gate import run_while_tracing
+from attnlab._remembered import Remembered
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput
 from attnlab.integrations._transformers_function import Source
 from attnlab.interface import Attention
 
-instances: dict[tuple[str | int, ...], Attention] = {}
+_made = Remembered()
+instances: dict[tuple[str | int, ...], Attention] = _made.held
 
 
 def by_name(variant: str) -> Source:
@@ -48,4 +50,4 @@ def _make(variant: str, heads: int, kv_heads: int, width: int, key_dim: int, val
             f"{variant}: it {holds}, so one function cannot serve every layer; use install(model, {variant!r}), "
             "or using(model, {layer: attnlab.create(...), ...}) for one block"
         )
-    instances[sizes] = instance
+    _made.put(sizes, instance)

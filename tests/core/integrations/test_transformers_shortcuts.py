@@ -1,0 +1,131 @@
+"""Calls that a layer repeats take a shortcut: it changes no answer, and excuses no call that differs."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import attnlab
+from attnlab import AttnlabError, UnsupportedRequest
+from attnlab.catalogue import use_registry
+
+transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+from attnlab.integrations import transformers as hf  # noqa: E402
+
+PRESENT = torch.tensor([[True] * 6, [False, False, True, True, True, True]])
+
+
+class Layer(torch.nn.Module):
+    """What the interface reads of a layer."""
+
+    is_causal = True
+    layer_idx = 0
+
+
+@pytest.fixture
+def pair():
+    """The attention function of `dot_product` and its mask function."""
+    with hf.registered(["dot_product"]) as names:
+        name = names["dot_product"]
+        yield transformers.AttentionInterface()[name], transformers.AttentionMaskInterface()[name]
+
+
+def inputs(length=6):
+    return [torch.randn(2, 4, length, 8) for _ in range(3)]
+
+
+def padded(make, length=6):
+    return make(batch_size=2, q_length=length, kv_length=length, attention_mask=PRESENT[:, :length])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_the_shortcut_gives_the_answer_of_the_long_way(pair, masked, mode):
+    function, make = pair
+    mask = padded(make) if masked else None
+    for _ in range(2):
+        given = inputs()
+        key_mask = PRESENT if masked else None
+        wanted = attnlab.attention(*given, causal=True, key_mask=key_mask).transpose(1, 2)
+        with mode():
+            for _ in range(3):
+                found, weights = function(Layer(), *given, mask, dropout=0.0, scaling=8**-0.5)
+        assert weights is None
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
+
+
+def test_gradients_flow_through_the_shortcut(pair):
+    function, make = pair
+    mask, given = padded(make), inputs()
+    for _ in range(2):
+        function(Layer(), *given, mask)
+    given = [x.requires_grad_() for x in given]
+    found = torch.autograd.grad(function(Layer(), *given, mask)[0].square().sum(), given)
+    out = attnlab.attention(*given, causal=True, key_mask=PRESENT)
+    for mine, wanted in zip(found, torch.autograd.grad(out.square().sum(), given), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_call_that_differs_is_judged_by_itself(pair, masked):
+    function, make = pair
+    mask, (query, key, value) = padded(make) if masked else None, inputs()
+    for _ in range(2):
+        plain, _ = function(Layer(), query, key, value, mask, scaling=8**-0.5)
+    with pytest.raises(UnsupportedRequest, match="the model passes rotary_magic"):
+        function(Layer(), query, key, value, mask, scaling=8**-0.5, rotary_magic=1)
+    if not masked:
+        with pytest.raises(UnsupportedRequest, match="a window of 3 keys"):
+            function(Layer(), query, key, value, mask, scaling=8**-0.5, sliding_window=3)
+        with pytest.raises(UnsupportedRequest, match="leaves the alignment open"):
+            function(Layer(), query[:, :, :3], key, value, mask, scaling=8**-0.5)
+    with pytest.raises(AttnlabError, match="share a dtype"):
+        function(Layer(), query, key.double(), value, mask, scaling=8**-0.5)
+    assert not torch.equal(function(Layer(), query, key, value, mask, scaling=1.0)[0], plain)
+    assert not torch.equal(function(Layer(), query, key, value, mask, dropout=0.5)[0], plain)
+    assert function(Layer(), query, key, value, mask, output_attentions=True)[1] is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert function(Layer(), query, key, value, mask)[0].dtype == torch.bfloat16
+    assert torch.equal(function(Layer(), query, key, value, mask, scaling=8**-0.5)[0], plain)
+
+
+def test_a_mask_that_was_written_to_is_read_anew(pair):
+    function, make = pair
+    mask, given = padded(make), inputs()
+    for _ in range(2):
+        before, _ = function(Layer(), *given, mask)
+    mask[:, :, -1, -1] = False
+    assert not torch.equal(function(Layer(), *given, mask)[0][:, -1], before[:, -1])
+
+
+class Negative(attnlab.Attention):
+    """Minus the mean."""
+
+    formula = "negative_mean"
+    capabilities = attnlab.Capabilities(
+        key_mask=True,
+        causal=True,
+        position_free=True,
+        dtypes=frozenset({"float32"}),
+        devices=frozenset({"cpu"}),
+    )
+
+    def attend(self, query, key, value, call):
+        return attnlab.AttentionOutput(-value.mean(2, keepdim=True).expand_as(query).contiguous())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_name_that_comes_to_mean_something_else_does_so_in_models(pair, masked):
+    function, make = pair
+    mask, given = padded(make) if masked else None, inputs()
+    for _ in range(3):
+        before, _ = function(Layer(), *given, mask)
+    other = attnlab.Registry.default()
+    other.register("dot_product", Negative, replaces=True)
+    use_registry(other)
+    try:
+        assert not torch.equal(function(Layer(), *given, mask)[0], before)
+    finally:
+        use_registry(None)
+    assert torch.equal(function(Layer(), *given, mask)[0], before)
