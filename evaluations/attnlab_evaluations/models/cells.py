@@ -1,6 +1,8 @@
 """One cell of the matrix: a variant in a tiny model gives the model's own answers, works in its own way, or says why not.
 
 equal: logits, gradients and generated tokens (dynamic and static cache, beams) are those of the model's own attention.
+Exact variants are compared in float32, by which people run them; a variant that has only itself beside it in float64, where rounding is
+told from faults however it is amplified.
 works: every layer called the variant; answers are finite, rows do not feel each other, nor what lies in padding, nor, in a decoder,
 the future; gradients reach the variant; generating with a cache gives the tokens of generating without. Needs transformers.
 """
@@ -21,10 +23,11 @@ from attnlab_evaluations.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, W
 from attnlab_evaluations.models.zoo import Tiny
 
 NEW_TOKENS = 5
-# Two float32 layers, each a few roundings from the model's own order of sums.
-CLOSE = 2e-5
-# A variant beside itself, whose normaliser may be small (a feature map of few features) and amplify roundings; faults are of order 1.
-CONSISTENT = 5e-4
+# Of the largest. float32: two layers, each a few roundings from the model's own order of sums. float64: roundings of variants whose
+# normaliser may be small (a feature map of few features), amplified by a million.
+CLOSE = {torch.float32: 2e-5, torch.float64: 1e-9}
+# What a changed token must move at least.
+FELT = 1e-3
 _CACHES: dict[str, dict[str, Any]] = {
     "a dynamic cache": {},
     "a static cache": {"cache_implementation": "static"},
@@ -64,6 +67,10 @@ def judge(own: Own, variant: str) -> Cell:
         status, note, error = REFUSED, str(refusal), None
     except (Wrong, AttnlabError) as fault:
         status, note, error = WRONG, str(fault), None
+    except (
+        Exception
+    ) as fault:  # whatever a variant raises in a model is a finding about that cell, not the end of the table
+        status, note, error = WRONG, f"{type(fault).__name__}: {fault}", None
     return Cell(own.tiny.name, variant, status, note, error)
 
 
@@ -71,22 +78,22 @@ def _judged(own: Own, variant: str) -> tuple[str, str, float | None]:
     tiny = own.tiny
     trial = _Trial(tiny, variant)
     with trial.served() as (model, calls):
-        logits = answers(tiny, model, own.inputs)
+        inputs = tiny.inputs(trial.dtype)
+        logits = answers(tiny, model, inputs)
         silent = sorted(set(trial.layers) - set(calls()))
         if silent:
             raise Wrong(f"the variant was not called by {', '.join(silent)}")
         _finite("answers", logits)
         error = None
         if trial.exact:
-            error = _difference(logits, own.logits)
-            _small("logits differ from the model's own", error)
-        _properties(tiny, model, logits, own.inputs, trial.positional)
+            error = _same("logits differ from the model's own", logits, own.logits)
+        _properties(tiny, model, logits, inputs, trial.positional)
     with trial.served() as (model, _):
-        gradients = _gradients(tiny, model, own.inputs)
+        gradients = _gradients(tiny, model, inputs)
         for path, gradient in gradients.items():
             _finite(f"the gradient of {path}", gradient)
         if trial.exact:
-            _small("gradients differ from the model's own", _worst(gradients, own.gradients), 10 * CLOSE)
+            _small("gradients differ from the model's own", _worst(gradients, own.gradients), trial.dtype, 10)
     if not tiny.generates:
         return (EQUAL if trial.exact else WORKS), "", error
     good, by_state = (EQUAL if trial.exact else WORKS), trial.by_state()
@@ -117,6 +124,7 @@ class _Trial:
         made = attnlab.create(variant, num_heads=1, head_dim=8)
         self.able = able = made.capabilities
         self.exact = able.exact and attnlab.info(variant).formula == "softmax_dot_product"
+        self.dtype = torch.float32 if self.exact else torch.float64
         self.positional = not able.position_free
         crosses = tiny.kind in ("seq2seq", "speech")  # where one function cannot know where queries stand
         self.installed = (
@@ -129,7 +137,7 @@ class _Trial:
         """`(model, calls)`: a new model with the variant in it, and what says which layers called."""
         import attnlab.integrations.transformers as hf
 
-        model = self.tiny.build()
+        model = self.tiny.build(self.dtype)
         if not self.installed:
             with hf.using(model, self.variant) as swap:
                 yield model, lambda: list(swap.calls)
@@ -163,15 +171,15 @@ class _Trial:
 
 def _generates(own: Own, trial: _Trial, what: str, how: dict[str, Any]) -> None:
     with trial.served() as (model, _):
-        found = generate(model, own.inputs, **how, **trial.cache(model))
+        inputs = trial.tiny.inputs(trial.dtype)
+        found = generate(model, inputs, **how, **trial.cache(model))
         if trial.exact:
             wanted = own.generated[what]
         else:
             beams = {word: n for word, n in how.items() if word == "num_beams"}
-            wanted = generate(model, own.inputs, use_cache=False, **beams)
+            wanted = generate(model, inputs, use_cache=False, **beams)
     if found.logits is not None and wanted.logits is not None:
-        error = _difference(found.logits, wanted.logits)
-        _small(f"with {what} it generates by other logits", error, CLOSE if trial.exact else CONSISTENT)
+        _same(f"with {what} it generates by other logits", found.logits, wanted.logits)
     if not found.tokens.equal(wanted.tokens):
         raise Wrong(
             f"with {what} it generates {found.tokens.tolist()}, and {wanted.tokens.tolist()} is right"
@@ -250,7 +258,7 @@ def _properties(tiny: Tiny, model: Any, logits: Tensor, inputs: dict[str, Tensor
         later[:, -1] = 7 + (later[:, -1] == 7)
         found = answers(tiny, model, {**inputs, "input_ids": later})
         _same("the last token reaches those before it", found[:, :-1], logits[:, :-1])
-        if _difference(found[:, -1], logits[:, -1]) < CONSISTENT:
+        if _difference(found[:, -1], logits[:, -1]) < FELT:
             raise Wrong("another last token changes nothing")
 
 
@@ -266,11 +274,15 @@ def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[path] - g).abs().max()) for path, g in wanted.items()) / largest
 
 
-def _same(what: str, found: Tensor, wanted: Tensor) -> None:
-    _small(what, _difference(found, wanted), CONSISTENT)
+def _same(what: str, found: Tensor, wanted: Tensor) -> float:
+    """The difference, where it is rounding; `Wrong` otherwise."""
+    error = _difference(found, wanted)
+    _small(what, error, found.dtype)
+    return error
 
 
-def _small(what: str, error: float, bound: float = CLOSE) -> None:
+def _small(what: str, error: float, dtype: torch.dtype, times: int = 1) -> None:
+    bound = times * CLOSE[dtype]
     if not error <= bound:
         raise Wrong(f"{what}: by {error:.1e} of the largest, at most {bound:.0e} is rounding")
 

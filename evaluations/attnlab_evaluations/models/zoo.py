@@ -48,8 +48,8 @@ class Tiny:
     options: dict[str, Any]
     has: str  # what of attention it has beyond the plain
 
-    def build(self, seed: int = 0) -> Any:
-        """The model in eval mode, float32, with the weights of `seed` and its own attention, written out.
+    def build(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+        """The model in eval mode, with the weights of `seed` and its own attention, written out.
 
         Matrices are drawn with a gain of 1.5: as models initialise themselves, attention is next to uniform and says little.
         """
@@ -58,11 +58,15 @@ class Tiny:
         config = getattr(transformers, self.config)(**self.options)
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)
-            model = getattr(transformers, self.model)._from_config(config, attn_implementation="eager")
+            model = getattr(transformers, self.model)._from_config(
+                config,
+                attn_implementation="eager",
+                experts_implementation="eager",  # the grouped one knows no float64
+            )
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
-        return model.eval()
+        return model.to(dtype).eval()
 
     @property
     def generates(self) -> bool:
@@ -72,16 +76,17 @@ class Tiny:
     def padded(self) -> bool:
         return self.kind not in ("vision", "speech")
 
-    def inputs(self, seed: int = 0) -> dict[str, Tensor]:
+    def inputs(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
         """Two rows, the second shorter where the model takes padding: on the left for decoders, on the right for the rest."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(_FIRST_WORD, _END, (2, LENGTH), generator=generator)
         present = torch.ones(2, LENGTH, dtype=torch.long)
         image = torch.randn(2, 3, _IMAGE["image_size"], _IMAGE["image_size"], generator=generator)
         if self.kind == "vision":
-            return {"pixel_values": image}
+            return {"pixel_values": image.to(dtype)}
         if self.kind == "speech":
-            sound = torch.randn(2, self.options["num_mel_bins"], 2 * self.options["max_source_positions"])
+            size = 2, self.options["num_mel_bins"], 2 * self.options["max_source_positions"]
+            sound = torch.randn(size, generator=generator).to(dtype)
             return {"input_features": sound, "decoder_input_ids": ids[:, :5]}
         if self.kind == "decoder":
             present[1, : LENGTH - SHORT] = 0
@@ -91,7 +96,7 @@ class Tiny:
         text = {"input_ids": ids, "attention_mask": present}
         if self.kind == "towers":
             ids[0, -1] = ids[1, SHORT - 1] = _END
-            return {**text, "pixel_values": image}
+            return {**text, "pixel_values": image.to(dtype)}
         return {**text, "decoder_input_ids": ids[:, :5]} if self.kind == "seq2seq" else text
 
 
