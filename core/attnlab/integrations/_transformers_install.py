@@ -152,14 +152,16 @@ def install(
             "example={...} that reaches them, or choose layers without them"
         )
     made = _made(chosen, {path: seen[path] for path in wanted})
-    uninstall(model)
-    before = implementations(model)
-    _attach(model, made)
+    former = _detach(model)
+    before = model.__dict__.get("_attnlab_before", {}) if former else implementations(model)
     try:
+        _attach(model, made)
         _choose(model)
     except BaseException:
         # Whatever ends it, an interrupt too: no layer keeps a child that nobody calls, and the error passes on.
         _detach(model)
+        if former:
+            _attach(model, former)
         raise
     model.__dict__["_attnlab_before"] = before
     model.config.attnlab = {"variant": chosen, "layers": {path: seen[path]._asdict() for path in wanted}}
@@ -169,7 +171,7 @@ def install(
 
 def uninstall(model: PreTrainedModel) -> list[str]:
     """Take every installed variant out of `model` and put its implementation back; the paths of the layers it was in."""
-    paths = _detach(model)
+    paths = list(_detach(model))
     if getattr(model.config, "attnlab", None) is not None:
         put_back(model, model.__dict__.pop("_attnlab_before", {}))
         del model.config.attnlab, model.config.attn_implementation
@@ -243,18 +245,23 @@ def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> N
             module.__dict__[_LEFT] = True
 
 
-def _detach(model: PreTrainedModel) -> list[str]:
-    paths = [path for path, module in attention_layers(model).items() if "attnlab" in module._modules]
+def _detach(model: PreTrainedModel) -> dict[str, InstalledAttention]:
+    """Take the variants out of the layers; by path, so that `_attach` puts them back."""
+    found: dict[str, Any] = {
+        path: module.attnlab
+        for path, module in attention_layers(model).items()
+        if "attnlab" in module._modules
+    }
     for module in attention_layers(model).values():
         module.__dict__.pop(_LEFT, None)
-    for path in paths:
+    for path in found:
         module = model.get_submodule(path)
         del module.attnlab
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is _note:
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
-    return paths
+    return found
 
 
 def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

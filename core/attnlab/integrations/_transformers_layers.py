@@ -83,13 +83,16 @@ def implementations(model: PreTrainedModel) -> dict[str, str | None]:
 def choose(model: PreTrainedModel, implementation: str) -> None:
     """Set every part of `model` to `implementation`; `AttnlabError` where one keeps its own."""
     before = implementations(model)
-    model.set_attn_implementation(implementation)
-    kept = sorted({str(now) for now in implementations(model).values() if now != implementation})
-    if kept:
+    try:
+        model.set_attn_implementation(implementation)
+        kept = sorted({str(now) for now in implementations(model).values() if now != implementation})
+        if kept:
+            raise AttnlabError(
+                f"{type(model).__name__} does not let its attention be set; it keeps {', '.join(kept)}"
+            )
+    except BaseException:  # an interrupt too: no part is left with another than the rest
         put_back(model, before)
-        raise AttnlabError(
-            f"{type(model).__name__} does not let its attention be set; it keeps {', '.join(kept)}"
-        )
+        raise
 
 
 def put_back(model: PreTrainedModel, before: Mapping[str, str | None]) -> None:
