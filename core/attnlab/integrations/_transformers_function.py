@@ -197,10 +197,16 @@ def _extras(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _put_mask(
     attention: Callee, asked: dict[str, Any], mask: Tensor | None, said: Mapping[str, Any] | None
 ) -> None:
-    """Who sees whom: what is said of it by structure, else a mask that is complete, a tensor where it is bool and else a bias."""
+    """Who sees whom: what is said of it by structure, else a mask that is complete, a tensor where it is bool and else a bias.
+
+    Packed sequences are segments to variants that read positions or take no rule for each pair, and a tensor to the rest.
+    """
+    able = attention.capabilities
     if said is not None:
-        asked.update(said)
-        return
+        packed = "mask" in said and said["mask"].segments is not None
+        if not packed or (able.segments and not (able.mask and able.position_free)):
+            asked.update(said)
+            return
     if not isinstance(mask, Tensor):
         raise InvalidInput(
             f"{attention.name}: attention_mask must be a tensor or None, got {type(mask).__name__}"
@@ -209,7 +215,7 @@ def _put_mask(
         bias = bias_of(mask)
         asked["bias"] = bias if "bias" not in asked else asked["bias"] + bias
         return
-    if not attention.capabilities.mask:
+    if not able.mask:
         raise UnsupportedRequest(
             f"{attention.name} does not support mask=, a rule for each pair, and nothing says that the model's mask is causality, "
             "a window or padding: it packs sequences, has a rule of its own, or came into a graph of torch.compile from outside; "

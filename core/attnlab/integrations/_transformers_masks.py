@@ -105,8 +105,8 @@ def _asked(structure: AttentionMask, square: bool) -> dict[str, Any]:
 def pattern_of(function: Callable[..., Any]) -> dict[str, Any] | None:
     """`AttentionMask` arguments that equal one of transformers' mask functions; None where it is another's.
 
-    Known: bidirectional, causal, and either with a sliding window. `sliding_window=W` there leaves W keys
-    including the query's own, so it is `left = W - 1` here; the bidirectional window is `W` to both sides.
+    Known: bidirectional, causal, either with a sliding window, and any of them in packed sequences. `sliding_window=W` there
+    leaves W keys including the query's own, so it is `left = W - 1` here; the bidirectional window is `W` to both sides.
     """
     from transformers import masking_utils as theirs
 
@@ -121,6 +121,12 @@ def pattern_of(function: Callable[..., Any]) -> dict[str, Any] | None:
             return {"window": (size - 1, None)}
         both = _closure(function, theirs.sliding_window_bidirectional_overlay).get("sliding_window")
         return {"window": (both, both)} if isinstance(both, int) else None
+    if len(parts) == 2:
+        ids = _closure(parts[1], theirs.packed_sequence_mask_function).get("packed_sequence_mask")
+        inside = _closure(parts[0], theirs.remap_positions_for_packed_sequence).get("mask_function")
+        if ids is not None and inside is not None:  # positions start anew in each sequence, as in segments
+            known = pattern_of(inside)
+            return None if known is None else {**known, "segments": (ids, ids)}
     merged: dict[str, Any] = {}
     for part in parts:
         known = pattern_of(part)

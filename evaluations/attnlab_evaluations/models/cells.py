@@ -4,7 +4,8 @@ equal: logits, gradients and generated tokens (dynamic and static cache, beams) 
 Exact variants are compared in float32, by which people run them; a variant that has only itself beside it in float64, where rounding is
 told from faults however it is amplified.
 works: every layer called the variant; answers are finite, rows do not feel each other, nor what lies in padding, nor, in a decoder,
-the future; gradients reach the variant; generating with a cache gives the tokens of generating without. Needs transformers.
+the future; gradients reach the variant; generating with a cache gives the tokens of generating without.
+Either way, sequences packed in one row are each answered as if alone, or refused. Needs transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 import attnlab
 from attnlab import AttnlabError, InvalidInput, UnsupportedRequest, VariantUnavailable
 from attnlab_evaluations.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG, Cell
-from attnlab_evaluations.models.zoo import Tiny
+from attnlab_evaluations.models.zoo import SHORT, Tiny
 
 NEW_TOKENS = 5
 # Of the largest. float32: two layers, each a few roundings from the model's own order of sums. float64: roundings of variants whose
@@ -55,14 +56,24 @@ class Own:
         return _gradients(self.tiny, self.tiny.build(), self.inputs)
 
     @cached_property
+    def packs(self) -> bool:
+        """Whether sequences packed in one row do not see each other."""
+        if self.tiny.kind != "decoder":
+            return False
+        found, alone = packed_and_alone(self.tiny.build(), self.inputs)
+        return _difference(found, alone) < FELT
+
+    @cached_property
     def generated(self) -> dict[str, Generated]:
         return {what: generate(self.tiny.build(), self.inputs, **how) for what, how in _CACHES.items()}
 
 
 def judge(own: Own, variant: str) -> Cell:
     """The cell of `variant` in `own`'s model."""
+    packed = None
     try:
         status, note, error = _judged(own, variant)
+        packed = _packed(own, variant)
     except (UnsupportedRequest, InvalidInput, VariantUnavailable) as refusal:
         status, note, error = REFUSED, str(refusal), None
     except (Wrong, AttnlabError) as fault:
@@ -71,7 +82,7 @@ def judge(own: Own, variant: str) -> Cell:
         Exception
     ) as fault:  # whatever a variant raises in a model is a finding about that cell, not the end of the table
         status, note, error = WRONG, f"{type(fault).__name__}: {fault}", None
-    return Cell(own.tiny.name, variant, status, note, error)
+    return Cell(own.tiny.name, variant, status, note, error, packed)
 
 
 def _judged(own: Own, variant: str) -> tuple[str, str, float | None]:
@@ -112,6 +123,19 @@ def _judged(own: Own, variant: str) -> tuple[str, str, float | None]:
         if keys:
             return FORWARD, f"{keys}; by states: {refusal}", error
     return good, "" if not keys else "generates by StateCache", error
+
+
+def _packed(own: Own, variant: str) -> bool | None:
+    if not own.packs:
+        return None
+    trial = _Trial(own.tiny, variant)
+    with trial.served() as (model, _):
+        try:
+            found, alone = packed_and_alone(model, own.inputs)
+        except (UnsupportedRequest, InvalidInput):
+            return False
+    _same("packed sequences differ from each alone", found, alone)
+    return True
 
 
 class _Trial:
@@ -201,6 +225,16 @@ def _answers(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> Tensor:
     if present is None or found.shape[1] != present.shape[1]:
         return found
     return found.masked_fill(~present[:, :, None].bool(), 0)
+
+
+def packed_and_alone(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits `[1, L, V]` of two sequences in one row, whose position ids start anew in the second, and of each in a row alone."""
+    ids = inputs["input_ids"]
+    rows = [ids[:1, :5], ids[1:, -SHORT:]]
+    places = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
+        return model(input_ids=torch.cat(rows, 1), position_ids=places, use_cache=False).logits, alone
 
 
 def _gradients(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

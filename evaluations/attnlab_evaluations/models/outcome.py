@@ -9,10 +9,15 @@ EQUAL, WORKS, FORWARD, REFUSED, WRONG = "equal", "works", "forward", "refused", 
 
 @dataclass(frozen=True)
 class Cell:
-    """What was found; `note` is the reason where there is one, `error` the largest relative difference where equality was asked."""
+    """What was found; `note` is the reason where there is one, `error` the largest relative difference where equality was asked.
+
+    packed: whether sequences packed in one row are each answered as if alone; False where they are refused, None where the model's own
+    attention does not tell them apart or nothing was asked.
+    """
 
     model: str
     variant: str
     status: str
     note: str = ""
     error: float | None = None
+    packed: bool | None = None

@@ -38,10 +38,23 @@ def text(cells: Sequence[Cell], form: str) -> str:
     parts = [LEGEND, *notes]
     if errors:
         parts.append(f"largest relative difference of logits where {EQUAL}: {max(errors):.1e}")
+    if any(cell.packed is not None for cell in cells):
+        parts.append(_packing(cells))
     if form == "markdown":
-        intro = "Written by `attnlab models --format markdown --write FILE`: tiny models, random weights, float32."
+        intro = "Written by `attnlab models --format markdown --write FILE`: tiny models with random weights."
         return "\n\n".join((TITLE, intro, table, LEGEND, "\n".join(notes), *parts[1 + len(notes) :]))
     return "\n".join((table, "", *parts))
+
+
+def _packing(cells: Sequence[Cell]) -> str:
+    """Who takes packed sequences, over the models in which anything was asked."""
+    asked = [cell for cell in cells if cell.packed is not None]
+    refusing = {cell.variant for cell in asked if not cell.packed}
+    taken = [variant for variant in _ordered(c.variant for c in asked) if variant not in refusing]
+    return (
+        f"sequences packed in one row, told apart by position ids that start anew ({', '.join(_ordered(c.model for c in asked))}), are each "
+        f"answered as if alone by {', '.join(taken) or 'none'}; the rest refuses them"
+    )
 
 
 def reason(cell: Cell) -> str:

@@ -92,6 +92,25 @@ def test_a_dropped_padding_is_found(own, monkeypatch, variant):
     assert judge(own("bert"), variant).status == WRONG
 
 
+def test_packed_sequences_that_see_each_other_are_found(own, monkeypatch):
+    assert judge(own("llama"), "multiplicative_location").packed is True
+    assert judge(own("llama"), "linearised").packed is False
+    assert judge(own("bert"), "additive").packed is None
+    broken(monkeypatch, function, "_put_mask", dropping("segments"))
+    cell = judge(own("llama"), "multiplicative_location")
+    assert cell.status == WRONG
+    assert "packed sequences" in cell.note
+
+
+def test_an_unexpected_exception_is_a_wrong_cell(own, monkeypatch):
+    def fails(*args, **more):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(function, "_put_scale", fails)
+    cell = judge(own("llama"), "dot_product")
+    assert (cell.status, cell.note) == (WRONG, "RuntimeError: no such kernel")
+
+
 def test_a_dropped_window_soft_cap_or_scale_is_found(own, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delitem(function._CONSUMED, "softcap")
