@@ -39,7 +39,8 @@ def capture(model: nn.Module) -> Iterator[Captured]:
     variants = {path: module for path, module in model.named_modules() if isinstance(module, Attention)}
     if not variants:
         raise InvalidInput(
-            f'capture: {type(model).__name__} holds no attnlab variant; put some in with attnlab.replace(model, "dot_product")'
+            f'capture: {type(model).__name__} holds no attnlab variant; put some in with attnlab.replace(model, "dot_product"). '
+            "A Hugging Face model that has one by name holds none, and gives its weights for output_attentions=True"
         )
     captured = Captured()
     with ExitStack() as hooks:
