@@ -1,6 +1,6 @@
 """The additive score of a tile and its gradients in plain torch, in temporaries of a bounded size. Needs torch; see `additive`.
 
-Small tiles are worked on for many heads at once, large ones a few channels at a time: forward an addition and a fused
+Small tiles are worked on for all channels of some heads at once, large ones channel by channel for as many heads as fit: forward an addition and a fused
 multiply-divide over `[tq, tk]`, backward t = g / (u + e)^2 in two passes and three sums over it, which is as few as torch has
 functions for: the derivative for q is `4 u (t e)`, that for k `4 e (u t)`, and g's sum of `u / (u + e)` is `u^2 (t 1) + u (t e)`.
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 # Elements of the temporaries `[n, tq, A, tk]`: 4 MiB of float32. Less would fit nearer caches and cost more in calls.
 BLOCK_ELEMENTS = 1 << 20
+_PAGE = 4096  # bytes
 # Squares of sums of powers up to exp(2 REACH) must be far from the largest float32, and g over them from the smallest.
 REACH = 12.0
 # (a - b)^2 in one pass over memory; every other way to the square of a sum takes two.
@@ -25,18 +26,21 @@ _squared_difference: Any = torch._C._nn.mse_loss
 def forward(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
     """`[B, H, tq, tk]` of `query [B, H, tq, A]`, `key [B, H, tk, A]` and `v [H, A]`, all of one dtype."""
     q, k, w = _flat(query, key, v)
-    scores = q.new_empty(q.shape[0], q.shape[1], k.shape[1])
+    # No view: what is made of it in place could not be one.
+    made = q.new_empty(*query.shape[:3], key.shape[2])
+    scores = made.flatten(0, 1)
     near = _within_reach(q, k)
     if step := _heads_together(q, k):
         for n in range(0, q.shape[0], step):
             at = slice(n, n + step)
             scores[at] = _together(q[at], k[at], w[at], near)
     else:
-        by_channel = _by_channel if near else _by_channel_far
-        tiles = _tiles(scores[0])
-        for n in range(q.shape[0]):
-            by_channel(q[n], k[n], w[n], tiles, scores[n])
-    return scores.view(*query.shape[:3], key.shape[2])
+        by_channel, step = (_by_channel if near else _by_channel_far), _heads_of_tile(scores)
+        tile = _beside(scores[:step])
+        for n in range(0, q.shape[0], step):
+            at = slice(n, n + step)
+            by_channel(q[at], k[at], w[at], tile[: len(q[at])], scores[at])
+    return made
 
 
 def backward(
@@ -52,12 +56,13 @@ def backward(
             at = slice(n, n + step)
             of_query[at], of_key[at], of_v[at] = _together_backward(g[at], q[at], k[at], w[at], near)
     else:
-        tiles = _tiles(g[0])
-        for n in range(q.shape[0]):
-            one = (g[n], q[n], k[n], w[n], tiles)
-            of_query[n], of_key[n], of_v[n] = (
-                _by_channel_backward(*one, v_asked) if near else _by_channel_backward_far(*one)
-            )
+        by_channel, step = (_by_channel_backward if near else _by_channel_backward_far), _heads_of_tile(g)
+        channels = max(BLOCK_ELEMENTS // g[:step].numel(), 1)
+        tiles = _beside(g[:step], channels)
+        for n in range(0, q.shape[0], step):
+            at = slice(n, n + step)
+            one = (g[at], q[at], k[at], w[at], tiles, v_asked)
+            of_query[at], of_key[at], of_v[at] = by_channel(*one)
     return (
         of_query.view(query.shape),
         of_key.view(key.shape),
@@ -111,54 +116,93 @@ def _together_backward(
     return inside.sum(3) * lead, inside.sum(1).transpose(1, 2) * lead, of_v
 
 
-def _tiles(like: Tensor) -> Tensor:
-    """`[channels, tq, tk]` to work in, for a `[tq, tk]`; made once, as the system clears what is new page by page."""
-    return like.new_empty(max(BLOCK_ELEMENTS // like.numel(), 1), *like.shape)
+def _heads_of_tile(scores: Tensor) -> int:
+    """How many heads of `[N, tq, tk]` go together, channel by channel: each thread meets the heads again that it has written."""
+    return int(min(max(BLOCK_ELEMENTS // scores[0].numel(), 1), len(scores)))
 
 
-def _by_channel(q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, scores: Tensor) -> None:
-    """Writes `scores [tq, tk]` of one head: `q [tq, A]`, `k [tk, A]`, `w [A]`; `tiles` are for its use."""
-    u, e = torch.exp(-2 * q).T.contiguous()[:, :, None], torch.exp(2 * k).T.contiguous()[:, None]
-    lead = iter((-2 * w[:, None, None] * u).unbind(0))
-    scores.copy_(w.sum())
-    for some_u, some_e in zip(torch.split(u, len(tiles)), torch.split(e, len(tiles)), strict=True):
-        sums = torch.add(some_u, some_e, out=tiles[: len(some_u)])
-        for sum_d in sums.unbind(0):
-            scores.addcdiv_(next(lead), sum_d)
+def _beside(like: Tensor, copies: int = 1) -> Tensor:
+    """`[copies * h, tq, tk]` to work in beside `like [h, tq, tk]`; made once, as the system clears what is new page by page.
+
+    It starts half a page off `like`: processors take addresses that agree in their lower 12 bits for one, and a store to one
+    would hold up loads from the other. Large tensors begin at the same place of a page, so that they would agree.
+    """
+    page, size = _PAGE // like.element_size(), copies * like.numel()
+    room = like.new_empty(size + page)
+    apart = (like.data_ptr() - room.data_ptr()) // like.element_size() + page // 2
+    return room[apart % page :][:size].view(-1, *like.shape[1:])
 
 
-def _by_channel_far(q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, scores: Tensor) -> None:
+def _by_channel(q: Tensor, k: Tensor, w: Tensor, tile: Tensor, scores: Tensor) -> None:
+    """Writes `scores [h, tq, tk]`: `q [h, tq, A]`, `k [h, tk, A]`, `w [h, A]`; `tile [h, tq, tk]` is for its use."""
+    u, e, lead = _channels(torch.exp(-2 * q)), _channels(torch.exp(2 * k)), (-2 * w.T)[..., None]
+    so_far = w.sum(1)[:, None, None]
+    for u_d, e_d, lead_d in zip(u[..., None], e[:, :, None], (lead * u)[..., None], strict=True):
+        so_far = torch.addcdiv(so_far, lead_d, torch.add(u_d, e_d, out=tile), out=scores)
+
+
+def _by_channel_far(q: Tensor, k: Tensor, w: Tensor, tile: Tensor, scores: Tensor) -> None:
     scores.zero_()
-    for q_d, k_d, w_d in zip(q.T[:, :, None], k.T.contiguous()[:, None], w, strict=True):
-        scores.addcmul_(torch.add(q_d, k_d, out=tiles[0]).tanh_(), w_d)
+    for q_d, k_d, w_d in zip(
+        _channels(q)[..., None], _channels(k)[:, :, None], w.T[:, :, None, None], strict=True
+    ):
+        scores.addcmul_(torch.add(q_d, k_d, out=tile).tanh_(), w_d)
+
+
+def _channels(x: Tensor) -> Tensor:
+    """`[h, L, A]` -> `[A, h, L]`."""
+    return x.permute(2, 0, 1).contiguous()
 
 
 def _by_channel_backward(
     g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, v_asked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[tq, A]`, `[tk, A]` and `[A]`, zeros where it is not asked, for `g [tq, tk]`; `tiles` are for its use."""
-    u, e = torch.exp(-2 * q).T.contiguous(), torch.exp(2 * k).T.contiguous()  # [A, tq] and [A, tk]
+    """`[h, tq, A]`, `[h, tk, A]` and `[h, A]`, zeros where it is not asked, for `g [h, tq, tk]`; `tiles` are for its use."""
+    heads, tq, tk = g.shape
+    u, e = _channels(torch.exp(-2 * q)), _channels(torch.exp(2 * k))  # [A, h, tq] and [A, h, tk]
     t_one, t_e, u_t = torch.empty_like(u), torch.empty_like(u), torch.empty_like(e)
-    groups = (torch.split(x, len(tiles)) for x in (u[:, None], e[:, None], u_t[:, None], t_e[:, None], t_one))
-    for some_u, some_e, some_u_t, some_t_e, some_t_one in zip(*groups, strict=True):
-        t = tiles[: len(some_u)]
-        _squared_difference(some_u.transpose(1, 2), -some_e, reduction=0, out=t)
-        torch.div(g, t, out=t)
-        torch.bmm(some_u, t, out=some_u_t)
-        torch.bmm(some_e, t.transpose(1, 2), out=some_t_e)  # t e as a column takes ten times as long
+    together = max(len(tiles) // heads, 1)  # channels, whose heads lie beside each other
+    groups = (
+        torch.split(x.view(-1, *x.shape[2:]), together * heads)
+        for x in (
+            u[..., None],
+            -e[:, :, None],
+            u[:, :, None],
+            e[:, :, None],
+            u_t[:, :, None],
+            t_e[:, :, None],
+            t_one,
+        )
+    )
+    turned = tiles.transpose(1, 2)
+    for u_d, minus_e_d, row_d, column_d, u_t_d, t_e_d, t_one_d in zip(*groups, strict=True):
+        t, t_turned = tiles[: len(u_d)], turned[: len(u_d)]
+        _squared_difference(u_d, minus_e_d, reduction=0, out=t)
+        by_head = t.view(-1, heads, tq, tk)
+        torch.div(g, by_head, out=by_head)
+        torch.bmm(row_d, t, out=u_t_d)
+        torch.bmm(column_d, t_turned, out=t_e_d)  # t e as a column takes ten times as long
         if v_asked:
-            torch.sum(t, 2, out=some_t_one)
+            torch.sum(t, 2, out=t_one_d)
     t_e *= u
-    of_v = g.sum() - 2 * torch.addcmul(t_e, t_one, u.square()).sum(1) if v_asked else torch.zeros_like(w)
-    lead = 4 * w[:, None]
-    return (lead * t_e).T, (lead * e * u_t).T, of_v
+    of_v = torch.zeros_like(w)
+    if v_asked:
+        of_v = g.sum((1, 2))[:, None] - 2 * torch.addcmul(t_e, t_one, u.square()).sum(2).T
+    lead = 4 * w.T[..., None]
+    return (lead * t_e).permute(1, 2, 0), (lead * e * u_t).permute(1, 2, 0), of_v
 
 
 def _by_channel_backward_far(
-    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, v_asked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    found = [_of_head_far(*one, tiles[0]) for one in zip(g, q, k, w, strict=True)]
+    of_query, of_key, of_v = (torch.stack(x) for x in zip(*found, strict=True))
+    return of_query, of_key, of_v
+
+
+def _of_head_far(g: Tensor, q: Tensor, k: Tensor, w: Tensor, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     by_row, by_key = q.new_empty(w.shape[0], len(q)), k.new_empty(w.shape[0], len(k))
-    of_v, tile = q.new_empty(w.shape[0], len(q), 1, 1), tiles[0]
+    of_v = q.new_empty(w.shape[0], len(q), 1, 1)
     # For sums of products by row, as one over all would round more. The strides decide which of torch's loops runs:
     # `tile[..., None]` is the same and takes seven times as long.
     rows_of_tile = tile[:, None].transpose(1, 2)  # [tq, tk, 1]

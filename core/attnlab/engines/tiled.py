@@ -19,6 +19,7 @@ from torch import Tensor
 from attnlab.engines.heads import accumulation_dtype, expand_heads, in_own_precision
 from attnlab.engines.isolating import all_finite, cleaned, cleaned_rows, nonfinite_sums
 from attnlab.engines.recomputing import recomputed
+from attnlab.engines.softmax_values import softmax_values
 from attnlab.errors import InvalidInput
 from attnlab.visibility import Visibility
 
@@ -44,7 +45,8 @@ class Scoring(NamedTuple):
     of the same which pairs the variant itself shows, bool. `cost` is
     the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score as written),
     less than 1 where larger tiles are worth more memory. `isolated`
-    keeps NaN and Inf of hidden pairs from everything, at the price of looking whether there are any.
+    keeps NaN and Inf of hidden pairs from everything, at the price of looking whether there are any. `owned`: nobody holds what
+    `scores` returns and no graph keeps it, as one keeps the output of a tanh, so that it may be overwritten.
     """
 
     scores: Callable[..., Tensor]
@@ -58,6 +60,7 @@ class Scoring(NamedTuple):
     dropout_p: float = 0.0
     cost: float = 1
     isolated: bool = False
+    owned: bool = False
 
 
 class Result(NamedTuple):
@@ -175,7 +178,11 @@ class _Job:
     def _block(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(out, weights, lse)` of rows whose visible keys all lie in `[k0, k1)`."""
         s = self.scores(q0, q1, k0, k1)
+        how = self.how
         if self._sees_all(q0, q1, k0, k1):  # no row is empty: torch's function makes fewer copies
+            if how.reweight is None and not how.dropout_p and not self.need_lse:
+                owned = how.owned or how.scale != 1.0 or how.softcap is not None
+                return *softmax_values(s, self._values(k0, k1), owned=owned), None
             w = torch.softmax(s, -1)
             used = self._reweighted(w, q0, q1, k0, k1)
             lse = torch.logsumexp(s, -1) if self.need_lse else None
@@ -186,7 +193,7 @@ class _Job:
         p = torch.exp(s - m)
         z = self._sum_with_sinks(p.sum(-1, keepdim=True), m)
         w = p / torch.where(alive, z, torch.ones_like(z))
-        if self.how.sinks is not None:
+        if how.sinks is not None:
             w = torch.where(alive, w, torch.zeros_like(w))
         lse = torch.where(alive, m + torch.log(torch.where(alive, z, torch.ones_like(z))), -torch.inf)
         used = self._reweighted(w, q0, q1, k0, k1)
