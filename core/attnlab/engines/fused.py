@@ -84,8 +84,8 @@ def fused_masked(query: Tensor, key: Tensor, value: Tensor, seen: Visibility) ->
         return None
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    if not seen.pairwise and seen.key_present is not None:
-        mask = seen.key_present[:, None, None, :]  # one row, where the whole mask repeats it
+    if not seen.pairwise:  # one row, where the whole mask repeats it, or nothing
+        mask = None if seen.key_present is None else seen.key_present[:, None, None, :]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlab.engines.triton_launch import are_plain
 from attnlab.mask import AttentionMask
 
 _TAG = "_attnlab_structure"
@@ -144,14 +145,19 @@ def _closure(function: Callable[..., Any], maker: Callable[..., Any]) -> dict[st
 
 
 def _present(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    """`[B, Lk]`, True = present, for the keys of this call: slots past the given mask are unfilled."""
+    """`[B, Lk]`, True = present, for the keys of this call, or None where all are; slots past the given mask are unfilled.
+
+    Only where looking makes nobody wait, outside graphs and on the CPU, is it seen that a mask hides nothing.
+    """
     if attention_mask is None:
         return None
     short = kv_length + kv_offset - attention_mask.shape[-1]
     whole = attention_mask.to(torch.bool)
     if short > 0:
         whole = torch.nn.functional.pad(whole, (0, short))
-    return whole[:, kv_offset : kv_offset + kv_length]
+    present = whole[:, kv_offset : kv_offset + kv_length]
+    looks = present.is_cpu and are_plain(present)
+    return None if looks and bool(present.all()) else present
 
 
 def _version(mask: Tensor) -> int | None:

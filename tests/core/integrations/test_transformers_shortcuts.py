@@ -10,6 +10,8 @@ from attnlab import AttnlabError, UnsupportedRequest
 from attnlab.catalogue import use_registry
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+from attnlab.engines import fused  # noqa: E402
+from attnlab.integrations import _transformers_masks as masks  # noqa: E402
 from attnlab.integrations import transformers as hf  # noqa: E402
 
 PRESENT = torch.tensor([[True] * 6, [False, False, True, True, True, True]])
@@ -88,6 +90,33 @@ def test_a_call_that_differs_is_judged_by_itself(pair, masked):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert function(Layer(), query, key, value, mask)[0].dtype == torch.bfloat16
     assert torch.equal(function(Layer(), query, key, value, mask, scaling=8**-0.5)[0], plain)
+
+
+def test_padding_that_hides_nothing_is_none(pair):
+    """Tokenizers give ones for every token: that is no reason for a mask in each layer."""
+    _, make = pair
+    ones = torch.ones(2, 6, dtype=torch.bool)
+    both_ways = transformers.masking_utils.bidirectional_mask_function
+    assert masks.asked_of(make(2, 6, 6, attention_mask=ones)) == {"causal": True}
+    assert masks.asked_of(make(2, 6, 6, attention_mask=ones, mask_function=both_ways)) == {}
+    assert masks.structure_of(make(2, 1, 6, q_offset=5, attention_mask=ones)).given() == ["causal", "offset"]
+    for hidden in (ones[:, :5], PRESENT):  # a cache with an unfilled slot, and padding
+        assert masks.structure_of(make(2, 1, 6, q_offset=5, attention_mask=hidden)).key_mask is not None
+
+
+def test_a_step_that_sees_all_is_served_without_a_mask(pair, monkeypatch):
+    function, make = pair
+    given = [torch.randn(2, 4, n, 8) for n in (1, 6, 6)]
+    mask = make(2, 1, 6, q_offset=5, attention_mask=torch.ones(2, 6, dtype=torch.bool))
+    wanted = attnlab.attention(*given).transpose(1, 2)
+    real, asked = torch.nn.functional.scaled_dot_product_attention, []
+    for _ in range(3):
+        torch.testing.assert_close(function(Layer(), *given, mask)[0], wanted)
+    monkeypatch.setattr(
+        fused, "scaled_dot_product_attention", lambda *x, **more: asked.append(more) or real(*x, **more)
+    )
+    function(Layer(), *given, mask)
+    assert [more.get("attn_mask") for more in asked] == [None]
 
 
 def test_a_mask_that_was_written_to_is_read_anew(pair):
