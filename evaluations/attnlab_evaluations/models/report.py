@@ -26,10 +26,12 @@ def text(cells: Sequence[Cell], form: str) -> str:
     reasons = _ordered(reason(cell) for cell in cells if cell.note)
     at = {(cell.model, cell.variant): cell for cell in cells}
 
-    def word(cell: Cell) -> str:
+    def word(cell: Cell | None) -> str:
+        if cell is None:  # an interrupted run
+            return "not run"
         return f"{cell.status} {reasons.index(reason(cell)) + 1}" if cell.note else cell.status
 
-    rows = [[variant, *(word(at[model, variant]) for model in models)] for variant in variants]
+    rows = [[variant, *(word(at.get((model, variant))) for model in models)] for variant in variants]
     table = tabulate(
         rows, headers=["variant", *models], tablefmt="github" if form == "markdown" else "simple"
     )

@@ -33,6 +33,8 @@ def run_models(settings: ModelsSettings, judged: Callable[[Own, str], Cell] = ju
                     cells.append(judged(own, variant))
     except KeyboardInterrupt:
         progress.done()
+        if cells:
+            print(report.text(cells, settings.form))
         print("interrupted", file=sys.stderr)
         return 130
     progress.done()

@@ -82,3 +82,25 @@ def test_a_wrong_cell_is_exit_code_1_and_the_file_is_what_was_printed(tmp_path, 
     assert "WRONG 1" in printed
     assert "1. rows leak" in printed
     assert (tmp_path / "out.txt").read_text() == printed
+
+
+def test_an_interrupted_run_prints_what_was_done(capsys, tmp_path):
+    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    from attnlab_evaluations.models.run import run_models
+
+    done = []
+
+    def judged(own, variant):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(variant)
+        return Cell(own.tiny.name, variant, EQUAL)
+
+    asked = settings.ModelsSettings(("chunked", "dot_product"), ("bert", "t5"), write=tmp_path / "now.md")
+    assert run_models(asked, judged) == 130
+    said = capsys.readouterr().out
+    assert [line.split() for line in said.splitlines()[2:4]] == [
+        ["chunked", "equal", "equal"],
+        ["dot_product", "equal", "not", "run"],
+    ]
+    assert not asked.write.exists()
