@@ -10,17 +10,23 @@ from torch import Tensor
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import GateSpec
+from attnlab.engines.triton_launch import are_plain
 
 if TYPE_CHECKING:
     from attnlab.interface import Attention
 
 
-_ZERO = torch.zeros(())  # of no dtype's and no device's own: what it stands beside decides
+_zero: Tensor | None = None  # on the CPU and of no dtype's own: what it stands beside decides
 
 
-def without_absent(x: Tensor, absent: Tensor) -> Tensor:
-    """`x` with zeros where `absent`, in one pass where `masked_fill` takes two."""
-    return x.masked_fill(absent, 0) if torch.compiler.is_compiling() else torch.where(absent, _ZERO, x)
+def without_absent(key: Tensor, value: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with zeros where `absent`, each in one pass where `masked_fill` takes two."""
+    global _zero
+    if not are_plain(key, value, absent):  # a trace or a mode would not know the zero
+        return key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+    if _zero is None:
+        _zero = torch.zeros((), device="cpu")
+    return torch.where(absent, _zero, key), torch.where(absent, _zero, value)
 
 
 def close_gates(

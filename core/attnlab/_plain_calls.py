@@ -60,7 +60,7 @@ class PlainCalls(nn.Module):
         """`out` of a call without arguments but a mask that keeps, whose like was judged before; `plain_masked` serves it."""
         seen, absent = visibility_of_call(mask, query, key, None, self.name)
         if absent is not None:
-            key, value = without_absent(key, absent), without_absent(value, absent)
+            key, value = without_absent(key, value, absent)
         return self.plain_masked(query, key, value, seen)
 
     def was_served(

@@ -16,13 +16,20 @@ _everything: WeakSet[Remembered] = WeakSet()
 
 
 class Remembered:
-    """`held`, which `forget` empties in every object of this class; it starts anew when full."""
+    """`held`, which `forget` empties in every object of this class; it starts anew when full.
+
+    `generation` is how often it was emptied so, for what is made while the names come to mean something else.
+    """
 
     def __init__(self) -> None:
         self.held: dict[Any, Any] = {}
+        self.generation = 0
         _everything.add(self)
 
-    def put(self, name: Any, what: object) -> None:
+    def put(self, name: Any, what: object, since: int) -> None:
+        """Hold `what` unless all was forgotten since that generation."""
+        if since != self.generation:
+            return
         if len(self.held) >= _LIMIT:
             self.held.clear()
         self.held[name] = what
@@ -43,17 +50,22 @@ class Shortcuts(Remembered):
         value: Tensor,
         causal: bool,
         mask: AttentionMask | None = None,
+        *,
+        since: int,
     ) -> None:
         """Serve calls like `call` by the variant's own shortcut, if its gate has served one without further arguments."""
         if not attention.was_served(query, key, value, causal, mask):
             return
         contiguous = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
         self.put(
-            call, attention.plain_function(causal, contiguous) if mask is None else attention.masked_function
+            call,
+            attention.plain_function(causal, contiguous) if mask is None else attention.masked_function,
+            since,
         )
 
 
 def forget() -> None:
     """Empty them all: the registry changed."""
     for remembered in list(_everything):
+        remembered.generation += 1
         remembered.held.clear()

@@ -33,8 +33,7 @@ def attend(
     made = _known(query, key, value, variant) if not is_compiling() else None
     if made is None:
         sizes = _sizes(query, key, value, variant)
-        _make(variant, *sizes)
-        made = _instances[(variant, *sizes)]
+        made = _of_graph(variant, *sizes) if is_compiling() else _new(variant, *sizes)
     if not arguments.keys() <= ARGUMENTS:
         unknown = next(name for name in arguments if name not in ARGUMENTS)
         raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}")
@@ -54,12 +53,13 @@ def attention(
         if served is not None and not _any_autocast():
             out: Tensor = served(query, key, value)
             return out
+        since = _shortcuts.generation
         out = attend(query, key, value, variant, **arguments).out
         made = _instances.get(
             (variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3])
         )
         if made is not None:
-            _shortcuts.learn(call, made, query, key, value, bool(arguments))
+            _shortcuts.learn(call, made, query, key, value, bool(arguments), since=since)
         return out
     for word in ("need_weights", "need_lse", "state"):
         if arguments.get(word):
@@ -105,11 +105,22 @@ def _sizes(query: Any, key: Any, value: Any, variant: str) -> tuple[int, int, in
     return hq, hkv, dq, dk, dv
 
 
+def _of_graph(variant: str, *sizes: int) -> Attention:
+    """The same in a graph, which asks each time: what it has looked up once it takes for the whole dict."""
+    _make(variant, *sizes)
+    return _instances[(variant, *sizes)]
+
+
 @run_while_tracing
 def _make(variant: str, *sizes: int) -> None:
     """Put the variant of these sizes among the instances, unless it is there."""
-    if (variant, *sizes) in _instances:
-        return
+    if (variant, *sizes) not in _instances:
+        _new(variant, *sizes)
+
+
+def _new(variant: str, *sizes: int) -> Attention:
+    """The variant of these sizes, now among the instances."""
+    since = _made.generation
     made = create(
         variant,
         num_heads=sizes[0],
@@ -123,4 +134,5 @@ def _make(variant: str, *sizes: int) -> None:
             f"{variant}: it has learned parameters, so it cannot be called without a module; "
             f"make one with attnlab.create({variant!r}, num_heads={sizes[0]}, head_dim={sizes[2]})"
         )
-    _made.put((variant, *sizes), made)
+    _made.put((variant, *sizes), made, since)
+    return made

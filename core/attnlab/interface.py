@@ -56,6 +56,8 @@ class Attention(PlainCalls):
         known_failures: conformance checks that it is known to fail, by name; always strict.
         state_type: the class of its states, where it declares `state`.
         qk_l2norm: whether it is meant for queries and keys of unit length, which `MultiHeadAttention` then gives it.
+        shift_invariant: whether only differences of positions count, where it reads any, so that sequences packed in one row need not
+            begin at 0 each.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
             nothing says False, and its calls are judged by their bits alone.
 
@@ -74,6 +76,7 @@ class Attention(PlainCalls):
     known_failures: ClassVar[Mapping[str, KnownFailure]] = MappingProxyType({})
     state_type: ClassVar[type[State]] = State
     qk_l2norm: ClassVar[bool] = False
+    shift_invariant: bool = False
     refuses_more: bool = True
     name: str = ""
 
@@ -354,7 +357,7 @@ class Attention(PlainCalls):
         if said is not None or state is not None:
             visibility, absent = visibility_of_call(said, query, key, state, self.name)
             if absent is not None:
-                key, value = without_absent(key, absent), without_absent(value, absent)
+                key, value = without_absent(key, value, absent)
                 if gates:
                     gates = close_gates(gates, self.gates, absent)
             if visibility.query_present is not None:

@@ -32,7 +32,6 @@ class AdditiveAttention(ScoreAttention):
     capabilities = replace(
         ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
     )
-    owns_scores = True
 
     def __init__(
         self,

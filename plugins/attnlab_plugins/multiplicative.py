@@ -57,7 +57,6 @@ class MultiplicativeAttention(ScoreAttention):
     capabilities = replace(
         ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
     )
-    owns_scores = True
 
     def __init__(
         self,
@@ -93,6 +92,7 @@ class MultiplicativeAttention(ScoreAttention):
         self.score, self.local, self.half_width = score, local, half_width
         self.options = {**sizes, "score": score, "hidden_size": hidden, "local": local}
         self.reweights = self.hides = local == "p"
+        self.shift_invariant = score != "location"
         if local is not None:
             self.narrow(position_free=f"local-{local} reads positions")
         if local == "p":

@@ -42,6 +42,7 @@ class SlidingWindowAttention(ScoreAttention):
     )
     state_type = WindowState
     inner_product = True
+    shift_invariant = True
 
     def __init__(self, *, left: int = 255, right: int = 0, sink_tokens: int = 0, **sizes: Any) -> None:
         for word, count in (("left", left), ("right", right), ("sink_tokens", sink_tokens)):

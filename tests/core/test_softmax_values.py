@@ -1,4 +1,4 @@
-"""The softmax of whole rows times values, whose memory is that of the scores: answers, gradients, and whose scores may be overwritten."""
+"""The softmax of whole rows times values: answers and gradients of the formula, under every layout, transform and wish."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 import attnlab
 from attnlab import ScoreAttention
+from attnlab.conformance.watching import DispatchMode
 from attnlab.engines.softmax_values import softmax_values
 
 
@@ -21,16 +22,14 @@ def as_written(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return weights @ value, weights
 
 
-def here(scores: Tensor, value: Tensor, owned: bool = True) -> tuple[Tensor, Tensor]:
-    return softmax_values(scores * 1.0, value, owned=owned)  # a product, which no graph keeps
-
-
-@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("asked", ["out", "weights", "both"])
-def test_answers_and_gradients_are_those_of_the_formula(owned: bool, asked: str) -> None:
+def test_answers_and_gradients_are_those_of_the_formula(asked: str, turned: bool) -> None:
     leaves = inputs()
     found: list[Tensor] = []
-    for out, weights in (here(*leaves, owned=owned), as_written(*leaves)):
+    for run in (softmax_values, as_written):
+        scores = (leaves[0].transpose(-1, -2) * 2.0).contiguous().transpose(-1, -2) if turned else leaves[0]
+        out, weights = run(scores, leaves[1])
         loss = torch.zeros((), dtype=torch.float64)
         if asked != "weights":
             loss = loss + out.square().sum()
@@ -43,27 +42,52 @@ def test_answers_and_gradients_are_those_of_the_formula(owned: bool, asked: str)
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_second_derivatives_are_those_of_the_formula(part: int) -> None:
-    assert torch.autograd.gradgradcheck(lambda *x: here(*x)[part], inputs())
+    assert torch.autograd.gradgradcheck(lambda *x: softmax_values(*x)[part], inputs())
+
+
+def test_batches_of_gradients_are_gradients() -> None:
+    assert torch.autograd.gradcheck(lambda *x: softmax_values(*x)[0], inputs(), check_batched_grad=True)
 
 
 def test_a_graph_that_is_kept_gives_its_gradients_again() -> None:
     leaves = inputs()
-    loss = here(*leaves)[0].square().sum()
+    loss = softmax_values(*leaves)[0].square().sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     for mine, again in zip(first, torch.autograd.grad(loss, leaves), strict=True):
         assert torch.equal(mine, again)
 
 
-def test_scores_are_overwritten_where_they_are_owned_alone() -> None:
-    scores, value = inputs()
-    other = scores * 1.0
-    before = other.detach().clone()
-    softmax_values(other, value, owned=False)
-    softmax_values(other[:, :, :2], value, owned=True)  # a view: the rest is somebody's
-    with torch.no_grad():
-        softmax_values(other, value, owned=True)
-    assert torch.equal(other, before)
-    assert softmax_values(other, value, owned=True)[1].data_ptr() == other.data_ptr()
+def test_a_gradient_that_is_the_callers_is_not_written_to() -> None:
+    leaves = inputs()
+    weights = softmax_values(*leaves)[1]
+    given = torch.randn_like(weights)
+    before = given.clone()
+    torch.autograd.grad(weights, leaves[0], given)
+    assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize(("which", "products"), [(0, 2), (1, 2)], ids=["scores", "values"])
+def test_only_what_is_asked_for_is_computed(which: int, products: int) -> None:
+    class Products(DispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.bmm.default
+            return func(*args, **(kwargs or {}))
+
+    leaves = [x.detach().requires_grad_(n == which) for n, x in enumerate(inputs())]
+    with Products() as mode:
+        softmax_values(*leaves)[0].sum().backward()
+    assert mode.count == products  # one forward, one backward
+
+
+class Turned(ScoreAttention):
+    """Scores that lie column by column."""
+
+    name = "turned"
+
+    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
+        return (key @ query.transpose(-1, -2)).transpose(-1, -2)
 
 
 class Bounded(ScoreAttention):
@@ -75,27 +99,25 @@ class Bounded(ScoreAttention):
         return torch.tanh(query @ key.transpose(-1, -2))
 
 
-class BoundedAdditive(type(attnlab.create("additive", num_heads=1, head_dim=1))):  # type: ignore[misc]
-    """The same beneath a class that owns its scores."""
-
-    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
-        return torch.tanh(super().scores(query, key, **positions))
-
-
-@pytest.mark.parametrize("kind", [Bounded, BoundedAdditive])
-def test_a_score_that_a_graph_keeps_is_left_alone(kind: Any) -> None:
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+@pytest.mark.parametrize("kind", [Turned, Bounded])
+def test_a_score_of_any_layout_and_graph_is_served(kind: Any, scale: float) -> None:
     variant = kind(num_heads=2, head_dim=4).double()
-    leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    assert torch.autograd.gradcheck(lambda q, k, v: variant(q, k, v, scale=1.0).out, leaves)
+    leaves = [torch.randn(1, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7)]
+    scores = variant.scores(*leaves[:2]) * scale
+    torch.testing.assert_close(variant(*leaves, scale=scale).out, torch.softmax(scores, -1) @ leaves[2])
+    assert torch.autograd.gradcheck(lambda q, k, v: variant(q, k, v, scale=scale).out, leaves)
 
 
-def test_a_class_that_wrongly_owns_its_scores_is_told_by_torch() -> None:
-    class Wrong(Bounded):
-        owns_scores = True
+def test_tracers_see_torchs_own_functions() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-        def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
-            return super().scores(query, key, **positions)
-
-    x = torch.randn(1, 2, 5, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        Wrong(num_heads=2, head_dim=4)(x, x, x, scale=1.0).out.sum().backward()
+    made = attnlab.create("dot_product", num_heads=2, head_dim=4)
+    given = [torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3)]
+    run = lambda q, k, v: made(q, k, v, softcap=2.0).out  # noqa: E731
+    torch.testing.assert_close(make_fx(run)(*given)(*given), run(*given))
+    whole = torch.autograd.functional.jacobian(run, tuple(given))
+    for mine, wanted in zip(
+        torch.autograd.functional.jacobian(run, tuple(given), vectorize=True), whole, strict=True
+    ):
+        torch.testing.assert_close(mine, wanted)

@@ -20,7 +20,7 @@ from attnlab.engines import additive_cpu, additive_triton
 from attnlab.engines.heads import accumulation_dtype, in_own_precision
 from attnlab.engines.triton_launch import are_plain, kernels_serve
 
-# Each channel is two calls over a head's tile on the CPU, so tiles four times as large pay.
+# Each channel is two calls over the tiles of some heads on the CPU, so tiles four times as large pay.
 _TILE_COST = 0.25
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,10 +93,12 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, v = ctx.saved_tensors
-        if torch.is_grad_enabled():  # gradients of these gradients are wanted
-            scores = _as_written(query, key, v)
+        again = torch.is_grad_enabled()  # gradients of these gradients are wanted
+        if again or not are_plain(grad):  # or a batch of gradients came
+            with torch.enable_grad():
+                scores = _as_written(query, key, v)
             wanted = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
-            found = iter(torch.autograd.grad(scores, wanted, grad, create_graph=True))
+            found = iter(torch.autograd.grad(scores, wanted, grad, create_graph=again))
             return tuple(next(found) if n else None for n in ctx.needs_input_grad)
         # autograd.grad may ask for less than what needs a gradient.
         node = ctx.next_functions[2][0]

@@ -1,6 +1,7 @@
 """The additive score of a tile and its gradients in plain torch, in temporaries of a bounded size. Needs torch; see `additive`.
 
-Small tiles are worked on for all channels of some heads at once, large ones channel by channel for as many heads as fit: forward an addition and a fused
+Small tiles are worked on for all channels of some heads at once, large ones channel by channel for as many heads as fit (backward
+several channels where heads are few): forward an addition and a fused
 multiply-divide over `[tq, tk]`, backward t = g / (u + e)^2 in two passes and three sums over it, which is as few as torch has
 functions for: the derivative for q is `4 u (t e)`, that for k `4 e (u t)`, and g's sum of `u / (u + e)` is `u^2 (t 1) + u (t e)`.
 
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of the temporaries `[n, tq, A, tk]`: 4 MiB of float32. Less would fit nearer caches and cost more in calls.
+# Elements of the temporaries `[n, tq, A, tk]` and, but for one head that has more, `[h, tq, tk]`: 4 MiB of float32. Less would fit nearer
+# caches and cost more in calls.
 BLOCK_ELEMENTS = 1 << 20
 _PAGE = 4096  # bytes
 # Squares of sums of powers up to exp(2 REACH) must be far from the largest float32, and g over them from the smallest.
@@ -57,7 +59,7 @@ def backward(
             of_query[at], of_key[at], of_v[at] = _together_backward(g[at], q[at], k[at], w[at], near)
     else:
         by_channel, step = (_by_channel_backward if near else _by_channel_backward_far), _heads_of_tile(g)
-        channels = max(BLOCK_ELEMENTS // g[:step].numel(), 1)
+        channels = max(BLOCK_ELEMENTS // max(g[:step].numel(), 1), 1)
         tiles = _beside(g[:step], channels)
         for n in range(0, q.shape[0], step):
             at = slice(n, n + step)
@@ -118,7 +120,8 @@ def _together_backward(
 
 def _heads_of_tile(scores: Tensor) -> int:
     """How many heads of `[N, tq, tk]` go together, channel by channel: each thread meets the heads again that it has written."""
-    return int(min(max(BLOCK_ELEMENTS // scores[0].numel(), 1), len(scores)))
+    tile = max(scores.shape[1] * scores.shape[2], 1)
+    return int(max(min(BLOCK_ELEMENTS // tile, len(scores)), 1))
 
 
 def _beside(like: Tensor, copies: int = 1) -> Tensor:
@@ -195,20 +198,23 @@ def _by_channel_backward(
 def _by_channel_backward_far(
     g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, v_asked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = [_of_head_far(*one, tiles[0]) for one in zip(g, q, k, w, strict=True)]
+    found = [_of_head_far(*one, tiles[0], v_asked) for one in zip(g, q, k, w, strict=True)]
     of_query, of_key, of_v = (torch.stack(x) for x in zip(*found, strict=True))
     return of_query, of_key, of_v
 
 
-def _of_head_far(g: Tensor, q: Tensor, k: Tensor, w: Tensor, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_head_far(
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tile: Tensor, v_asked: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     by_row, by_key = q.new_empty(w.shape[0], len(q)), k.new_empty(w.shape[0], len(k))
-    of_v = q.new_empty(w.shape[0], len(q), 1, 1)
+    of_v = q.new_zeros(w.shape[0], len(q), 1, 1)
     # For sums of products by row, as one over all would round more. The strides decide which of torch's loops runs:
     # `tile[..., None]` is the same and takes seven times as long.
     rows_of_tile = tile[:, None].transpose(1, 2)  # [tq, tk, 1]
     for d, (q_d, k_d) in enumerate(zip(q.T[:, :, None], k.T.contiguous()[:, None], strict=True)):
         torch.add(q_d, k_d, out=tile).tanh_()
-        torch.bmm(g[:, None], rows_of_tile, out=of_v[d])
+        if v_asked:
+            torch.bmm(g[:, None], rows_of_tile, out=of_v[d])
         torch.ops.aten.tanh_backward(g, tile, grad_input=tile)
         torch.sum(tile, 1, out=by_row[d])
         torch.sum(tile, 0, out=by_key[d])

@@ -1,7 +1,6 @@
-"""`softmax(s) v` of whole rows with a graph, in as few large tensors as that takes. Needs torch.
+"""`softmax(s) v` of whole rows with a graph, in one large tensor less than torch takes: the gradient of scores lies where that of weights was.
 
-What torch records by itself makes four of the size of the scores: scores, weights, and a gradient of each. Here gradients of the
-scores take the place of those of the weights, and weights that of scores which nobody else needs.
+Needs torch.
 """
 
 from __future__ import annotations
@@ -15,50 +14,54 @@ from attnlab.engines.heads import in_own_precision
 from attnlab.engines.triton_launch import are_plain
 
 
-def softmax_values(scores: Tensor, value: Tensor, *, owned: bool) -> tuple[Tensor, Tensor]:
-    """`(softmax(scores) @ value, softmax(scores))` of `scores [B, H, tq, tk]` and `value [B, H, tk, Dv]` of one dtype.
-
-    owned: nobody else holds the scores, nor a graph their values, so that they may be overwritten.
-    """
+def softmax_values(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """`(softmax(scores) @ value, softmax(scores))` of `scores [B, H, tq, tk]` and `value [B, H, tk, Dv]` of one dtype."""
     if not are_plain(scores, value) or not torch.is_grad_enabled():
         weights = torch.softmax(scores, -1)
         return weights @ value, weights
-    out, weights = _SoftmaxValues.apply(scores, value, owned and not scores._is_view())  # type: ignore[no-untyped-call]
+    out, weights = _SoftmaxValues.apply(scores, value)  # type: ignore[no-untyped-call]
     return out, weights
 
 
 class _SoftmaxValues(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, value: Tensor, owned: bool) -> tuple[Tensor, Tensor]:
-        if owned:
-            weights = torch._softmax(scores, -1, False, out=scores)
-            ctx.mark_dirty(scores)
-        else:
-            weights = torch.softmax(scores, -1)
+    def forward(ctx: Any, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax(scores, -1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weights, value)
         return weights @ value, weights
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor | None, of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_scores, of_value = _gradients(of_out, of_weights, *ctx.saved_tensors)
-        return of_scores, of_value, None
+        weights, value = ctx.saved_tensors
+        of_scores = of_value = None
+        if ctx.needs_input_grad[0]:
+            of_scores = _of_scores(of_out, of_weights, weights, value)
+        if ctx.needs_input_grad[1] and of_out is not None:
+            of_value = _product(weights.transpose(-1, -2), of_out)
+        return of_scores, of_value
 
 
 @in_own_precision
-def _gradients(
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return left @ right
+
+
+def _of_scores(
     of_out: Tensor | None, of_weights: Tensor | None, weights: Tensor, value: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Tensor | None:
     if of_out is None and of_weights is None:
-        return None, None
-    inner, of_value = of_weights, None
-    if of_out is not None:
-        of_value = weights.transpose(-1, -2) @ of_out
-        inner = of_out @ value.transpose(-1, -2)
+        return None
+    if of_out is None:
+        inner = of_weights
+    else:
+        inner = _product(of_out, value.transpose(-1, -2))
         inner = inner if of_weights is None else inner + of_weights
     assert inner is not None
     if torch.is_grad_enabled():  # gradients of these gradients are wanted
-        return weights * (inner - (inner * weights).sum(-1, keepdim=True)), of_value
-    place = {} if of_out is None else {"grad_input": inner}  # of_weights is the caller's
+        return weights * (inner - (inner * weights).sum(-1, keepdim=True))
+    # torch writes to `grad_input` as if it were contiguous; of_weights alone is the caller's.
+    mine = of_out is not None and are_plain(inner, weights) and inner.is_contiguous()
+    place = {"grad_input": inner} if mine else {}
     of_scores: Tensor = torch._softmax_backward_data(inner, weights, -1, weights.dtype, **place)
-    return of_scores, of_value
+    return of_scores

@@ -45,8 +45,7 @@ class Scoring(NamedTuple):
     of the same which pairs the variant itself shows, bool. `cost` is
     the number of temporaries that the score needs per pair (1 for a product, the hidden size for an additive score as written),
     less than 1 where larger tiles are worth more memory. `isolated`
-    keeps NaN and Inf of hidden pairs from everything, at the price of looking whether there are any. `owned`: nobody holds what
-    `scores` returns and no graph keeps it, as one keeps the output of a tanh, so that it may be overwritten.
+    keeps NaN and Inf of hidden pairs from everything, at the price of looking whether there are any.
     """
 
     scores: Callable[..., Tensor]
@@ -60,7 +59,6 @@ class Scoring(NamedTuple):
     dropout_p: float = 0.0
     cost: float = 1
     isolated: bool = False
-    owned: bool = False
 
 
 class Result(NamedTuple):
@@ -181,8 +179,7 @@ class _Job:
         how = self.how
         if self._sees_all(q0, q1, k0, k1):  # no row is empty: torch's function makes fewer copies
             if how.reweight is None and not how.dropout_p and not self.need_lse:
-                owned = how.owned or how.scale != 1.0 or how.softcap is not None
-                return *softmax_values(s, self._values(k0, k1), owned=owned), None
+                return *softmax_values(s, self._values(k0, k1)), None
             w = torch.softmax(s, -1)
             used = self._reweighted(w, q0, q1, k0, k1)
             lse = torch.logsumexp(s, -1) if self.need_lse else None

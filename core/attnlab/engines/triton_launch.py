@@ -73,9 +73,15 @@ def is_interpreted(kernel: Any) -> bool:
 
 def are_plain(*tensors: Tensor) -> bool:
     """Whether these are tensors and nothing more, outside every trace and transform, so that a kernel may read their memory."""
+    if torch.compiler.is_compiling():  # which does not know the rest
+        return False
     return (
-        all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-        and not torch.compiler.is_compiling()
+        all(
+            type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(x)
+            for x in tensors
+        )
+        and not torch._C._get_tracing_state()
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # of make_fx
         and torch._C._functorch.maybe_current_level() is None
         and not torch.autograd.forward_ad._current_level >= 0
     )

@@ -62,8 +62,7 @@ class ScoreAttention(Attention):
     (a factor on normalised weights), `visible` (pairs that the formula itself hides) and `default_scale`. An instance whose
     options need them not sets `reweights` or `hides` to False, and faster engines serve it. Set `inner_product` where the score of projected queries and keys is
     their plain product, so that torch's fused kernels serve what they can; `tile_cost` where a score needs a temporary
-    of that many elements a pair; `owns_scores`, beside `scores`, where nobody holds what it returns and no graph keeps it, as one
-    keeps the output of a tanh, so that it may be overwritten; and `projected_width`, the width of what `project_key` returns, where states should keep that
+    of that many elements a pair; and `projected_width`, the width of what `project_key` returns, where states should keep that
     and not the keys.
     """
 
@@ -72,8 +71,6 @@ class ScoreAttention(Attention):
     state_type: ClassVar[type[State]] = CacheState
     inner_product: bool = False
     tile_cost: int = 1
-    owns_scores: bool = True  # of the product below; a class that writes `scores` says it anew
-    _overwritable: bool = False
     projected_width: int | None = None
     reweights: bool = False
     hides: bool = False
@@ -100,9 +97,6 @@ class ScoreAttention(Attention):
         kind = type(self)
         self.reweights = kind.reweight is not ScoreAttention.reweight
         self.hides = kind.visible is not ScoreAttention.visible
-        self._overwritable = next(
-            vars(c).get("owns_scores", False) for c in kind.__mro__ if "scores" in vars(c)
-        )
         self._projects = kind.project_key is not ScoreAttention.project_key
         # Nothing of the author's stands between the inputs and torch's function with its defaults.
         self._bare_step = kind.inner_product and all(
@@ -198,7 +192,6 @@ class ScoreAttention(Attention):
             call.dropout_p,
             self.tile_cost_of(query),
             self.capabilities.isolates_nonfinite,
-            self._overwritable and "scores" not in vars(self),
         )
         result = tiled_attention(
             query,

@@ -59,6 +59,9 @@ class Callee(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def shift_invariant(self) -> bool: ...
+
     def default_scale(self) -> float | None: ...
 
     @property
@@ -107,9 +110,10 @@ class ModelFunction:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
             said = _CAUSAL if is_causal and n_q > 1 else _NOTHING
-        call = kept = None
-        if self.bare and said is not None and not (asked or unknown or dropout or window):
+        call, kept, since = None, None, 0
+        if self.bare and said is not None and window is None and not (asked or unknown or dropout):
             # The shortcut of small inputs, as `attnlab.attention` has it.
+            since = self._shortcuts.generation
             call, kept = _call_of(query, key, value, said, scaling)
             served = self._shortcuts.held.get(call) if call else None
             if served is not None and not torch._C._is_any_autocast_enabled():
@@ -141,7 +145,8 @@ class ModelFunction:
         serve = attention.forward if self.bare else attention
         result = serve(query, key, value, **asked)
         if call and "scale" not in asked and isinstance(attention, Attention):
-            self._shortcuts.learn(call, attention, query, key, value, asked.get("causal", False), kept)
+            causal = asked.get("causal", False)
+            self._shortcuts.learn(call, attention, query, key, value, causal, kept, since=since)
         return result.out.transpose(1, 2).contiguous(), result.weights  # [B, Lq, Hq, Dv]
 
 
@@ -149,8 +154,8 @@ def _call_of(
     query: Tensor, key: Tensor, value: Tensor, said: Mapping[str, Any], scaling: float | None
 ) -> tuple[Any, AttentionMask | None]:
     """What such a call is remembered by, None where it is not, and its mask where that keeps."""
-    if torch.compiler.is_compiling():
-        return None, None
+    if torch.compiler.is_compiling() or not (scaling is None or type(scaling) is float):
+        return None, None  # a tensor's value may change
     mask = said.get("mask")
     if mask is None:
         return (call_signature("", query, key, value, "causal" in said), scaling), None
@@ -199,12 +204,13 @@ def _put_mask(
 ) -> None:
     """Who sees whom: what is said of it by structure, else a mask that is complete, a tensor where it is bool and else a bias.
 
-    Packed sequences are segments to variants that read positions or take no rule for each pair, and a tensor to the rest.
+    Packed sequences are segments to variants that read where a sequence begins or take no rule for each pair, and a tensor to the rest.
     """
     able = attention.capabilities
+    anywhere = able.mask and (able.position_free or attention.shift_invariant)
     if said is not None:
         packed = "mask" in said and said["mask"].segments is not None
-        if not packed or (able.segments and not (able.mask and able.position_free)):
+        if not packed or (able.segments and not anywhere):
             asked.update(said)
             return
     if not isinstance(mask, Tensor):
@@ -215,9 +221,10 @@ def _put_mask(
         bias = bias_of(mask)
         asked["bias"] = bias if "bias" not in asked else asked["bias"] + bias
         return
-    if not able.mask:
+    if not anywhere:
+        lacks = "does not support mask=, a rule for each pair" if not able.mask else "reads positions"
         raise UnsupportedRequest(
-            f"{attention.name} does not support mask=, a rule for each pair, and nothing says that the model's mask is causality, "
+            f"{attention.name} {lacks}, and nothing says that the model's mask is causality, "
             "a window or padding: it packs sequences, has a rule of its own, or came into a graph of torch.compile from outside; "
             "compile or export the whole model, and with attention_mask= (ones where nothing is padded), as without one a "
             "traced model has to suppose packed sequences"

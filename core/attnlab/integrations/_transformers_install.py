@@ -64,6 +64,10 @@ class InstalledAttention(nn.Module):
     def capabilities(self) -> Capabilities:
         return self.attention.capabilities
 
+    @property
+    def shift_invariant(self) -> bool:
+        return self.attention.shift_invariant
+
     def default_scale(self) -> float | None:
         return self.attention.default_scale()
 
@@ -152,16 +156,15 @@ def install(
             "example={...} that reaches them, or choose layers without them"
         )
     made = _made(chosen, {path: seen[path] for path in wanted})
-    former = _detach(model)
-    before = model.__dict__.get("_attnlab_before", {}) if former else implementations(model)
+    layers_before = _held(model)
     try:
+        former = _detach(model)
+        before = model.__dict__.get("_attnlab_before", {}) if former else implementations(model)
         _attach(model, made)
         _choose(model)
     except BaseException:
-        # Whatever ends it, an interrupt too: no layer keeps a child that nobody calls, and the error passes on.
-        _detach(model)
-        if former:
-            _attach(model, former)
+        # Whatever ends it, an interrupt too: every layer holds what it held, and the error passes on.
+        _hold(layers_before)
         raise
     model.__dict__["_attnlab_before"] = before
     model.config.attnlab = {"variant": chosen, "layers": {path: seen[path]._asdict() for path in wanted}}
@@ -171,7 +174,7 @@ def install(
 
 def uninstall(model: PreTrainedModel) -> list[str]:
     """Take every installed variant out of `model` and put its implementation back; the paths of the layers it was in."""
-    paths = list(_detach(model))
+    paths = _detach(model)
     if getattr(model.config, "attnlab", None) is not None:
         put_back(model, model.__dict__.pop("_attnlab_before", {}))
         del model.config.attnlab, model.config.attn_implementation
@@ -245,23 +248,40 @@ def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> N
             module.__dict__[_LEFT] = True
 
 
-def _detach(model: PreTrainedModel) -> dict[str, InstalledAttention]:
-    """Take the variants out of the layers; by path, so that `_attach` puts them back."""
-    found: dict[str, Any] = {
-        path: module.attnlab
-        for path, module in attention_layers(model).items()
-        if "attnlab" in module._modules
-    }
+def _held(model: PreTrainedModel) -> list[tuple[nn.Module, bool, list[dict[Any, Any]]]]:
+    """What `_attach` and `_detach` change of the attention layers: whether they are left as they are, children and hooks."""
+    return [
+        (module, _LEFT in module.__dict__, [dict(place) for place in _places(module)])
+        for module in attention_layers(model).values()
+    ]
+
+
+def _hold(held: list[tuple[nn.Module, bool, list[dict[Any, Any]]]]) -> None:
+    for module, left, contents in held:
+        module.__dict__.pop(_LEFT, None)
+        if left:
+            module.__dict__[_LEFT] = True
+        for place, content in zip(_places(module), contents, strict=True):
+            place.clear()
+            place.update(content)
+
+
+def _places(module: nn.Module) -> list[dict[Any, Any]]:
+    return [module._modules, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+
+
+def _detach(model: PreTrainedModel) -> list[str]:
+    paths = [path for path, module in attention_layers(model).items() if "attnlab" in module._modules]
     for module in attention_layers(model).values():
         module.__dict__.pop(_LEFT, None)
-    for path in found:
+    for path in paths:
         module = model.get_submodule(path)
         del module.attnlab
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is _note:
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
-    return found
+    return paths
 
 
 def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

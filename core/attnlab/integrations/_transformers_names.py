@@ -23,9 +23,11 @@ def by_name(variant: str) -> Source:
         (_, heads, _, width), (_, kv_heads, _, key_dim), value_dim = query.shape, key.shape, value.shape[3]
         sizes = (variant, heads, kv_heads, width, key_dim, value_dim)
         # A graph asks each time: what it has looked up once it takes for the whole dict.
-        if torch.compiler.is_compiling() or sizes not in instances:
+        if torch.compiler.is_compiling():
             _make(*sizes)
-        return instances[sizes]
+            return instances[sizes]
+        found = instances.get(sizes)
+        return _new(*sizes) if found is None else found
 
     return find
 
@@ -33,9 +35,13 @@ def by_name(variant: str) -> Source:
 @run_while_tracing
 def _make(variant: str, heads: int, kv_heads: int, width: int, key_dim: int, value_dim: int) -> None:
     """Put the variant of these sizes among the instances, unless it is there."""
-    sizes = (variant, heads, kv_heads, width, key_dim, value_dim)
-    if sizes in instances:
-        return
+    if (variant, heads, kv_heads, width, key_dim, value_dim) not in instances:
+        _new(variant, heads, kv_heads, width, key_dim, value_dim)
+
+
+def _new(variant: str, heads: int, kv_heads: int, width: int, key_dim: int, value_dim: int) -> Attention:
+    """The variant of these sizes, now among the instances."""
+    since = _made.generation
     instance = create(
         variant,
         num_heads=heads,
@@ -50,4 +56,5 @@ def _make(variant: str, heads: int, kv_heads: int, width: int, key_dim: int, val
             f"{variant}: it {holds}, so one function cannot serve every layer; use install(model, {variant!r}), "
             "or using(model, {layer: attnlab.create(...), ...}) for one block"
         )
-    _made.put(sizes, instance)
+    _made.put((variant, heads, kv_heads, width, key_dim, value_dim), instance, since)
+    return instance

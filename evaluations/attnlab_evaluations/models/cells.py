@@ -1,8 +1,8 @@
 """One cell of the matrix: a variant in a tiny model gives the model's own answers, works in its own way, or says why not.
 
 equal: logits, gradients and generated tokens (dynamic and static cache, beams) are those of the model's own attention.
-Exact variants are compared in float32, by which people run them; a variant that has only itself beside it in float64, where rounding is
-told from faults however it is amplified.
+Exact variants are compared in float32, by which people run them; a variant that has only itself beside it in float64 (where it
+declares that), where rounding is told from faults however it is amplified.
 works: every layer called the variant; answers are finite, rows do not feel each other, nor what lies in padding, nor, in a decoder,
 the future; gradients reach the variant; generating with a cache gives the tokens of generating without.
 Either way, sequences packed in one row are each answered as if alone, or refused. Needs transformers.
@@ -132,7 +132,7 @@ def _packed(own: Own, variant: str) -> bool | None:
     with trial.served() as (model, _):
         try:
             found, alone = packed_and_alone(model, own.inputs)
-        except (UnsupportedRequest, InvalidInput):
+        except UnsupportedRequest:
             return False
     _same("packed sequences differ from each alone", found, alone)
     return True
@@ -148,7 +148,7 @@ class _Trial:
         made = attnlab.create(variant, num_heads=1, head_dim=8)
         self.able = able = made.capabilities
         self.exact = able.exact and attnlab.info(variant).formula == "softmax_dot_product"
-        self.dtype = torch.float32 if self.exact else torch.float64
+        self.dtype = torch.float32 if self.exact or "float64" not in able.dtypes else torch.float64
         self.positional = not able.position_free
         crosses = tiny.kind in ("seq2seq", "speech")  # where one function cannot know where queries stand
         self.installed = (

@@ -1,5 +1,7 @@
 """Sequences packed in one row, told apart by position ids that start anew: each is answered as if it were alone, or refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,6 +74,56 @@ def test_variants_that_cannot_tell_sequences_apart_refuse(variant):
     hf.install(model, variant)
     with pytest.raises(UnsupportedRequest, match="it packs sequences"):
         packed_and_alone(model)
+
+
+class Placed(attnlab.ScoreAttention):
+    """A score that reads the key's position, of a variant that knows no segments."""
+
+    name = "placed"
+    capabilities = replace(attnlab.ScoreAttention.capabilities, segments=False, position_free=False)
+
+    def scores(self, query, key, *, query_positions, key_positions):
+        return query @ key.transpose(-1, -2) + key_positions
+
+
+def test_a_variant_that_reads_positions_and_knows_no_segments_refuses():
+    model = decoder()
+    layers = {n: Placed(num_heads=4, num_kv_heads=2, head_dim=8) for n in range(2)}
+    with hf.using(model, layers), pytest.raises(UnsupportedRequest, match="it packs sequences"):
+        packed_and_alone(model)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "dot_product",
+        {"name": "sliding_window", "left": 2},
+        {"name": "multiplicative_local_m", "half_width": 1},
+    ],
+)
+def test_a_graph_packs_for_variants_that_read_no_beginning(variant):
+    torch._dynamo.reset()
+    model = decoder()
+    hf.install(model, variant)
+    given = {"input_ids": torch.randint(3, 50, (1, 12)), "position_ids": PLACES, "use_cache": False}
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager")(**given).logits
+        torch.testing.assert_close(found, model(**given).logits, atol=1e-10, rtol=0)
+    torch._dynamo.reset()
+
+
+def test_a_graph_in_which_positions_are_not_known_refuses_a_variant_that_reads_them():
+    torch._dynamo.reset()
+    model = decoder()
+    hf.install(model, "multiplicative_location")
+    graph = torch.compile(model, backend="eager")
+    ids = torch.randint(3, 50, (1, 12))
+    with torch.no_grad():
+        with pytest.raises(UnsupportedRequest, match="reads positions, and nothing says"):
+            graph(input_ids=ids, position_ids=PLACES, use_cache=False)
+        asked = {"input_ids": ids, "attention_mask": torch.ones(1, 12, dtype=torch.long), "use_cache": False}
+        torch.testing.assert_close(graph(**asked).logits, model(**asked).logits, atol=1e-10, rtol=0)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -2,11 +2,13 @@
 
 from contextlib import nullcontext
 
+import numpy
 import pytest
 import torch
 
 import attnlab
 from attnlab import AttnlabError, UnsupportedRequest
+from attnlab.catalogue import default_registry as current_registry
 from attnlab.catalogue import use_registry
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
@@ -92,6 +94,30 @@ def test_a_call_that_differs_is_judged_by_itself(pair, masked):
     assert torch.equal(function(Layer(), query, key, value, mask, scaling=8**-0.5)[0], plain)
 
 
+@pytest.mark.parametrize("window", [0, False, torch.tensor(0)])
+def test_a_window_of_nothing_is_a_window(pair, window):
+    function, _ = pair
+    given = inputs()
+    for _ in range(2):
+        function(Layer(), *given, None)
+    with pytest.raises(UnsupportedRequest, match="built no mask that holds it"):
+        function(Layer(), *given, None, sliding_window=window)
+
+
+def test_a_scale_whose_value_may_change_is_read_in_every_call(pair):
+    function, _ = pair
+    given, scale = inputs(), torch.tensor(8**-0.5)
+    try:
+        before, _ = function(Layer(), *given, None, scaling=scale)
+    except AttnlabError:
+        before = None  # a tensor is no scale to it
+    scale.fill_(3.0)
+    with pytest.raises(AttnlabError, match="scale"):
+        function(Layer(), *given, None, scaling=scale)
+    assert before is None or torch.isfinite(before).all()
+    function(Layer(), *given, None, scaling=numpy.array(8**-0.5))
+
+
 def test_padding_that_hides_nothing_is_none(pair):
     """Tokenizers give ones for every token: that is no reason for a mask in each layer."""
     _, make = pair
@@ -142,6 +168,36 @@ class Negative(attnlab.Attention):
 
     def attend(self, query, key, value, call):
         return attnlab.AttentionOutput(-value.mean(2, keepdim=True).expand_as(query).contiguous())
+
+
+class Switching(Negative):
+    """Whose first call makes its name mean something else."""
+
+    def attend(self, query, key, value, call):
+        if current_registry() is not OTHER[0]:
+            use_registry(OTHER[0])
+        return super().attend(query, key, value, call)
+
+
+OTHER = []
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_registry_that_changes_during_a_call_is_the_one_of_the_next(pair, masked):
+    function, make = pair
+    mask, given = padded(make) if masked else None, inputs()
+    wanted, _ = function(Layer(), *given, mask)
+    first, OTHER[:] = attnlab.Registry.default(), [attnlab.Registry.default()]
+    first.register("dot_product", Switching, replaces=True)
+    use_registry(first)
+    try:
+        assert not torch.equal(function(Layer(), *given, mask)[0], wanted)
+        assert torch.equal(function(Layer(), *given, mask)[0], wanted)
+        assert torch.equal(
+            attnlab.attention(*given, causal=True).transpose(1, 2), function(Layer(), *given, None)[0]
+        )
+    finally:
+        use_registry(None)
 
 
 @pytest.mark.parametrize("masked", [False, True])
