@@ -174,6 +174,29 @@ def check_packed_sequences_equal_separate_ones(variant: Any, case: Case) -> None
     )
 
 
+def check_a_sequence_may_begin_anywhere(variant: Any, case: Case) -> None:
+    """Where `shift_invariant` is claimed: two sequences in one row, told apart by a mask alone, give what each gives alone."""
+    if variant.capabilities.position_free or not variant.shift_invariant:
+        raise NotApplicable("it claims no shift_invariant beside positions that it reads")
+    inputs = draw(case, variant)
+    cut = case.key_length // 2 - 1
+    of_second = torch.arange(case.key_length, device=case.device) >= cut
+
+    def part(window: slice) -> Inputs:
+        return inputs.rebuilt({n: x[:, :, window] for n, x in inputs.tensors().items()})
+
+    with torch.no_grad():
+        separate = torch.cat([part(s).run(variant).out for s in (slice(0, cut), slice(cut, None))], dim=2)
+    _agree(
+        variant,
+        inputs,
+        inputs.with_tensors(mask=of_second[:, None] == of_second),
+        "the two sequences run separately",
+        "Only differences of positions may count where shift_invariant is claimed; drop the claim if a position counts from 0",
+        separate,
+    )
+
+
 def check_null_key_takes_weight(variant: Any, case: Case) -> None:
     """Where claimed: values that are all one vector do not come through whole, as the slot takes a share of the weight."""
     inputs = draw(case, variant)
@@ -291,4 +314,5 @@ CHECKS = (
     ),
     Check(check_scale_zero_gives_the_mean, "laws", _softmax, claims=("normalised",)),
     Check(check_packed_sequences_equal_separate_ones, "laws", _plain(("causal",), needs=("segments",))),
+    Check(check_a_sequence_may_begin_anywhere, "laws", _plain(("causal",), needs=("mask",))),
 )

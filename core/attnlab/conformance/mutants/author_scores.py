@@ -115,6 +115,12 @@ class LocationCountsFromOne(TextbookLocation):
         return super().scores(query, key, query_positions=query_positions, key_positions=key_positions + 1)
 
 
+class LocationBeginsAnywhere(TextbookLocation):
+    """Rows of W_a are numbered from 0, and the variant claims that only differences of positions count."""
+
+    shift_invariant = True
+
+
 # -- norms -----------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +199,7 @@ MUTANTS = (
     Mutant(KeyBeforeQuery, "agrees_with_definition", "[k; q] where [q; k] is meant"),
     Mutant(ConcatWithoutTanh, "agrees_with_definition", "v^T W [q; k] without tanh"),
     Mutant(LocationCountsFromTheTile, "packed_sequences_equal_separate_ones", "columns of the tile"),
+    Mutant(LocationBeginsAnywhere, "a_sequence_may_begin_anywhere", "an absolute position called relative"),
     Mutant(LocationCountsFromOne, "agrees_with_definition", "positions from 1"),
     Mutant(NormsAreNeverZero, "absent_slots_reach_no_gradient", "0 / 0 at a zero vector"),
     Mutant(NormsAreBoundedBelow, "agrees_on_special_contents", "an epsilon beside the norm"),
