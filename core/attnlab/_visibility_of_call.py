@@ -47,6 +47,7 @@ def _resolved(
         past=past,
         past_present=None if state is None else state.key_present,
         past_segments=None if state is None else state.key_segments,
+        past_leading=None if state is None else state.leading,
     )
     present = seen.key_present
     if present is None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnlab.errors import InvalidInput
+from attnlab.errors import InvalidInput, PluginError
 
 if TYPE_CHECKING:
     from attnlab.visibility import Visibility
+
+
+Rule = Callable[..., Any]
 
 
 def rows(positions: Tensor, start: int, stop: int) -> Tensor:
@@ -24,21 +27,67 @@ def slice_axis(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
     return tensor if tensor.shape[axis] == 1 else tensor.narrow(axis, start, stop - start)
 
 
-def without_columns(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """The last axis, keys, without those from `start` to `stop`; one column that stands for all stays."""
+def without_columns(tensor: Tensor, start: int, stop: int, front: Tensor | None = None) -> Tensor:
+    """The last axis, keys, without those from `start` to `stop`; one column that stands for all stays.
+
+    front `[B, start]`: the keys whose columns come first, where these are not the first `start`.
+    """
     if tensor.shape[-1] == 1:
         return tensor
-    return torch.cat([tensor[..., :start], tensor[..., stop:]], -1)
+    if front is None:
+        return torch.cat([tensor[..., :start], tensor[..., stop:]], -1)
+    rest = tensor[..., stop:]
+    first = columns_at(tensor, front)
+    return torch.cat([first, rest.expand(*first.shape[:-1], rest.shape[-1])], -1)
 
 
-def moved_back(function: Callable[..., Any], start: int, gone: int) -> Callable[..., Any]:
-    """A `mask_mod` or `score_mod` of positions, for positions where `gone` keys from `start` on were taken out."""
+def columns_at(tensor: Tensor, index: Tensor) -> Tensor:
+    """Of `tensor [B | 1, ..., Lk]` the columns `index [B, n]`, another choice for each row; past the end, the last one."""
+    index = index.clamp(max=tensor.shape[-1] - 1)
+    index = index.view(index.shape[0], *(1,) * (tensor.dim() - 2), index.shape[1])
+    shape = (index.shape[0], *tensor.shape[1:-1])
+    return tensor.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
+
+
+def moved_back(
+    function: Callable[..., Any], start: int, gone: int, front: Tensor | None = None
+) -> Callable[..., Any]:
+    """A `mask_mod` or `score_mod` of positions, for positions where `gone` keys from `start` on were taken out.
+
+    front `[B, start]`: the keys that come first, where these are not the first `start`.
+    """
 
     def moved(*parts: Any) -> Any:
-        *others, q, k = parts
-        return function(*others, q + gone, torch.where(k < start, k, k + gone))
+        *others, b, h, q, k = parts
+        first = k if front is None else front[b, k.clamp(max=start - 1)]
+        return function(*others, b, h, q + gone, torch.where(k < start, first, k + gone))
 
     return moved
+
+
+def also(given: Rule | None, rule: Rule) -> Rule:
+    """Both rules at once."""
+    if given is None:
+        return rule
+    return lambda b, h, q, k: given(b, h, q, k) & rule(b, h, q, k)
+
+
+def within_left(left: int, sink_tokens: int) -> Rule:
+    return lambda b, h, q, k: (k >= q - left) | (k < sink_tokens)
+
+
+def joined(bounds: list[tuple[int, int]]) -> tuple[int, int, int | None]:
+    """`(left, sink_tokens, strict_left)` of left bounds `(left, sink_tokens)`, at most one of which exempts sink tokens."""
+    strict = min((left for left, sinks in bounds if not sinks), default=None)
+    exempt = [bound for bound in bounds if bound[1]]
+    if len(exempt) > 1:
+        raise PluginError(
+            f"two windows with sink tokens do not combine: got {exempt[0]} and {exempt[1]} (left, sink_tokens)"
+        )
+    if not exempt or (strict is not None and strict <= exempt[0][0]):
+        assert strict is not None
+        return strict, 0, None
+    return *exempt[0], strict
 
 
 def broadcast_rows(ids: Tensor, batch: int) -> Tensor:
@@ -130,3 +179,20 @@ def checked_allowed(mask: Tensor | None, v: Visibility, subject: str, stateful: 
             f"{subject}: mask is on {mask.device} and query on {v.device}; move it with .to(query.device)"
         )
     return four
+
+
+def checked_mod(seen: Any, full: list[int], device: torch.device) -> Tensor:
+    """What a mask_mod gave for a tile of shape `full`, bool, with the tile's rows and columns; `InvalidInput` where it is no such thing."""
+    if isinstance(seen, bool):
+        seen = torch.full((), seen, device=device)
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+        raise InvalidInput(
+            f"mask_mod must return bool, True = may attend, got {got}; use score_mod= to change scores"
+        )
+    lead = [1] * (4 - seen.dim()) + list(seen.shape)
+    if len(lead) != 4 or any(have not in (1, want) for have, want in zip(lead, full, strict=True)):
+        raise InvalidInput(
+            f"mask_mod must return bool that broadcasts to {full}, the shapes of b, h, q, k, got {list(seen.shape)}"
+        )
+    return seen.expand(*lead[:2], *full[2:])

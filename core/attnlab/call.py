@@ -99,15 +99,15 @@ class Call:
             self.recording,
         )
 
-    def without_keys(self, start: int, stop: int) -> Call:
+    def without_keys(self, start: int, stop: int, front: Tensor | None = None) -> Call:
         """This call for keys of which those from `start` to `stop` are forgotten, and with no state: see `Visibility.without_keys`."""
         assert self.visibility is not None
         bias, score_mod = self.bias, self.score_mod
         if start < stop:
-            bias = None if bias is None else without_columns(bias, start, stop)
-            score_mod = None if score_mod is None else moved_back(score_mod, start, stop - start)
+            bias = None if bias is None else without_columns(bias, start, stop, front)
+            score_mod = None if score_mod is None else moved_back(score_mod, start, stop - start, front)
         return Call(
-            self.visibility.without_keys(start, stop) if start < stop else self.visibility,
+            self.visibility.without_keys(start, stop, front) if start < stop else self.visibility,
             self.scale,
             bias,
             self.softcap,

@@ -25,11 +25,14 @@ class State:
 
     key_present: bool `[B, length]`, None where every token was present.
     key_segments: integers `[B, length]` of packed input, None otherwise.
+    leading: int64 `[B]`, how many absent tokens each row begins with, for a variant that reads where a sequence begins and keeps
+        no key_present; None where no row begins with one, or nobody asks.
     """
 
     length: int = 0
     key_present: Tensor | None = None
     key_segments: Tensor | None = None
+    leading: Tensor | None = None
     spent: bool = False
     named_only: ClassVar[bool] = (
         False  # whether a variant must name this very class in `state_type` to be handed it

@@ -1,41 +1,41 @@
 """Visibility: an AttentionMask met with the shapes of one call. Needs torch; handed to variants in `Call`.
 
 Notation: B batch, H query heads, Lq queries, Lk keys (past ones included, where there is a state).
-Query `i` stands at `i + offset`, key `j` at `j`; in segments both restart. Nothing here reads the value of
-a tensor: positions and comparisons stay on the device.
+Query `i` stands at `i + offset`, key `j` at `j`; in segments both restart. The caller's rules (causal, window, mask_mod,
+score_mod) mean these positions. A formula that reads where a sequence begins (sink tokens, a table indexed by position)
+means the unpadded ones, counted from the first present key of the row, so that a row with padding on its left is the row alone.
+Nothing here reads the value of a tensor: positions and comparisons stay on the device.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attnlab._visibility_parts import (
+    also,
     broadcast_rows,
     check_shape,
     checked_allowed,
+    checked_mod,
     count_of,
+    joined,
     moved_back,
     past_ids,
     ranks,
     rows,
     slice_axis,
     with_past,
+    within_left,
     without_columns,
 )
+from attnlab._visibility_positions import leading_of, span_of, unpadded_positions
 from attnlab.errors import InvalidInput
 from attnlab.mask import AttentionMask, MaskMod
 
 _FAR = 1 << 62
-
-
-def _also(given: MaskMod | None, rule: MaskMod) -> MaskMod:
-    """Both rules at once."""
-    if given is None:
-        return rule
-    return lambda b, h, q, k: given(b, h, q, k) & rule(b, h, q, k)
 
 
 class Visibility:
@@ -43,13 +43,16 @@ class Visibility:
 
     `key_present [B, Lk]` and `query_present [B, Lq]` (or None: all) are the absent slots; the gate has
     already cleaned them and zeroes the rows of absent queries afterwards, so `tile` and `dense` speak of
-    present queries only. The first `sink_tokens` positions are exempt from the left bound. `offset` is an int, an integer tensor `[B]`, or `[B, Lq]` inside segments.
-    `known_dense` is what `dense` gives where somebody has built it already.
+    present queries only. The first `sink_tokens` unpadded positions are exempt from `left`, not from `strict_left`, which is set
+    beside it where it is the larger of two bounds. `offset` is an int, an integer tensor `[B]`, or `[B, Lq]` inside segments.
+    `padded_left`: whether a row may begin with absent keys; `past_leading [B]`: with how many of the past, for states that do not
+    keep `key_present`. `known_dense` is what `dense` gives where somebody has built it already.
     """
 
     __slots__ = (
         "_key_positions",
         "_query_positions",
+        "_unpadded",
         "allowed",
         "batch",
         "device",
@@ -61,11 +64,15 @@ class Visibility:
         "mask_mod",
         "num_heads",
         "offset",
+        "padded_left",
+        "past",
+        "past_leading",
         "query_length",
         "query_present",
         "query_segments",
         "right",
         "sink_tokens",
+        "strict_left",
     )
 
     def __init__(
@@ -74,6 +81,7 @@ class Visibility:
         self.batch, self.num_heads, self.device = batch, num_heads, device
         self.query_length, self.key_length = query_length, key_length
         self.left: int | None = None
+        self.strict_left: int | None = None
         self.right: int | None = None
         self.sink_tokens = 0
         self.offset: int | Tensor = 0
@@ -85,6 +93,10 @@ class Visibility:
         self.mask_mod: MaskMod | None = None
         self._query_positions: Tensor | None = None
         self._key_positions: Tensor | None = None
+        self._unpadded: tuple[Tensor, Tensor] | None = None
+        self.padded_left = False
+        self.past = 0
+        self.past_leading: Tensor | None = None
         self.known_dense: Tensor | None = None
 
     @classmethod
@@ -101,11 +113,12 @@ class Visibility:
         past: int | None = None,
         past_present: Tensor | None = None,
         past_segments: Tensor | None = None,
+        past_leading: Tensor | None = None,
     ) -> Visibility:
         """Judge the mask's shapes against the call's, settle offset and positions.
 
-        `key_length` counts past and new; `past` is the state's length, None without a state. Raises
-        `InvalidInput`, whose message opens with `subject`.
+        `key_length` counts past and new; `past` is the state's length, None without a state; the other `past_` arguments are what
+        the state keeps (`State`). Raises `InvalidInput`, whose message opens with `subject`.
         """
         new_length = key_length - (past or 0)
         v = cls(batch, num_heads, query_length, key_length, device)
@@ -144,6 +157,13 @@ class Visibility:
                 f"{subject}: the state holds segments, so its new tokens need segments= as well"
             )
         v.key_present = with_past(key_mask, past_present, batch, past or 0, new_length, device)
+        # Lengths leave the first key in place, except one that continues a past without any.
+        v.padded_left = (
+            mask.key_mask is not None
+            or past_leading is not None
+            or ((past_present is not None or mask.key_lengths is not None) and bool(past))
+        )
+        v.past, v.past_leading = past or 0, past_leading
         if past is not None:  # a state keeps these: memory that the caller may overwrite will not do
             if v.key_present is not None and v.key_present is mask.key_mask:
                 v.key_present = v.key_present.clone()
@@ -196,50 +216,63 @@ class Visibility:
         if isinstance(self.offset, int) and self.query_segments is None:
             if self.right is not None and self.offset + self.right >= self.key_length - 1:
                 self.right = None
-            if self.left is not None and self.query_length - 1 + self.offset - self.left <= 0:
+            furthest = self.query_length - 1 + self.offset
+            if self.strict_left is not None and furthest - self.strict_left <= 0:
+                self.strict_left = None
+            if self.left is not None and furthest - self.left <= 0:
                 self.left = None
 
     def narrowed(self, left: int | None, right: int | None, sink_tokens: int = 0) -> Visibility:
         """A copy with these bounds on positions beside its own, for variants with a window of their own.
 
-        The first `sink_tokens` positions are exempt from this left bound, not from one that was there before.
+        The first `sink_tokens` unpadded positions are exempt from this left bound, not from one that was there before.
         """
         both = self._copy()
         if right is not None:
             both.right = right if self.right is None else min(right, self.right)
-        if left is not None and self.left is None:
-            both.left, both.sink_tokens = left, sink_tokens
-        elif left is not None and (
-            sink_tokens or self.sink_tokens
-        ):  # what one bound exempts the other may hide
-            both.mask_mod = _also(self.mask_mod, lambda b, h, q, k: (k >= q - left) | (k < sink_tokens))
-        elif left is not None and self.left is not None:
-            both.left = min(left, self.left)
+        if left is not None:
+            bounds = [(left, sink_tokens)]
+            if self.left is not None:
+                bounds.append((self.left, self.sink_tokens))
+            if self.strict_left is not None:
+                bounds.append((self.strict_left, 0))
+            both.left, both.sink_tokens, both.strict_left = joined(bounds)
         if not torch.compiler.is_compiling():  # a program must serve lengths on either side of the window
             both._drop_what_hides_nothing()
         return both
 
-    def without_keys(self, start: int, stop: int) -> Visibility:
+    def without_keys(self, start: int, stop: int, front: Tensor | None = None) -> Visibility:
         """A copy for keys of which those from `start` to `stop` were taken out; those behind move up.
 
         They must stand before every query, and nothing may be packed: then a window counts as before once queries have moved up too.
-        What callers wrote as functions is handed the positions that it knows.
+        front `[B, start]`: which keys the first `start` columns hold, where these are not the first `start` keys; a column that
+        would hold a key from `stop` on holds none. What callers wrote as functions is handed the positions that it knows.
         """
         fewer, gone = self._copy(), stop - start
         fewer.key_length, fewer.offset = self.key_length - gone, self.offset - gone
         rule = self.mask_mod
-        if (
-            self.left is not None and self.sink_tokens < start
-        ):  # keys that stay behind are further than they look
-            left, sinks = self.left, self.sink_tokens
-            rule = _also(rule, lambda b, h, q, k: (k >= q - left) | (k < sinks))
+        # Keys that stay in front are further from their queries than they look now.
+        if self.left is not None and self.sink_tokens < start:
+            rule = also(rule, within_left(self.left, self.sink_tokens))
             fewer.left, fewer.sink_tokens = None, 0
+        if self.strict_left is not None and start:
+            rule = also(rule, within_left(self.strict_left, 0))
+            fewer.strict_left = None
         if rule is not None:
-            fewer.mask_mod = moved_back(rule, start, gone)
-        fewer.allowed = None if self.allowed is None else without_columns(self.allowed, start, stop)
+            fewer.mask_mod = moved_back(rule, start, gone, front)
+        fewer.allowed = None if self.allowed is None else without_columns(self.allowed, start, stop, front)
         if self.key_present is not None:
-            fewer.key_present = without_columns(self.key_present, start, stop)
+            fewer.key_present = without_columns(self.key_present, start, stop, front)
+            if front is not None:
+                held = torch.nn.functional.pad(front < stop, (0, self.key_length - stop), value=True)
+                fewer.key_present = fewer.key_present & held
         fewer._query_positions = fewer._key_positions = None
+        if front is None:
+            fewer.padded_left = False
+        else:
+            query, key = self._both_unpadded()
+            fewer._unpadded = query, torch.cat([(front - front[:, :1]), key[:, stop:]], 1)
+        fewer._drop_what_hides_nothing()
         return fewer
 
     def _copy(self) -> Visibility:
@@ -247,6 +280,7 @@ class Visibility:
         for name in Visibility.__slots__:  # not copy.copy: torch.compile cannot trace it
             setattr(same, name, getattr(self, name))
         same.known_dense = None
+        same._unpadded = None
         return same
 
     # -- what the parts say -----------------------------------------------------------------------------------
@@ -301,11 +335,33 @@ class Visibility:
                 self._key_positions = torch.arange(self.key_length, device=self.device)
         return self._key_positions
 
+    @property
+    def leading(self) -> Tensor | None:
+        """How many absent keys each row begins with, int64 `[B]`, all of them where none is present; None where no row may begin with one."""
+        return leading_of(self)
+
+    @property
+    def unpadded_key_positions(self) -> Tensor:
+        """`key_positions` counted from the first present key of the row, or of the segment: `[Lk]` or `[B, Lk]`; negative for padding before it."""
+        return self._both_unpadded()[1]
+
+    @property
+    def unpadded_query_positions(self) -> Tensor:
+        """`query_positions` counted from the first present key of the row, or of the segment: `[Lq]` or `[B, Lq]`."""
+        return self._both_unpadded()[0]
+
+    def _both_unpadded(self) -> tuple[Tensor, Tensor]:
+        if self._unpadded is None:
+            self._unpadded = unpadded_positions(self)
+        return self._unpadded
+
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
         """The keys `[first, last)` that queries `[start, stop)` could see, sink tokens apart, from numbers alone."""
         if not isinstance(self.offset, int) or self.query_segments is not None:
             return 0, self.key_length
         first = 0 if self.left is None else max(0, start + self.offset - self.left)
+        if self.sink_tokens and self.padded_left:  # sink tokens may stand anywhere
+            first = 0 if self.strict_left is None else max(0, start + self.offset - self.strict_left)
         last = (
             self.key_length
             if self.right is None
@@ -330,8 +386,10 @@ class Visibility:
             if not isinstance(self.offset, int) or self.query_segments is not None:
                 return "partial"
             low = -_FAR if self.left is None else q1 - 1 + self.offset - self.left
+            strict = -_FAR if self.strict_left is None else q1 - 1 + self.offset - self.strict_left
             high = _FAR if self.right is None else q0 + self.offset + self.right
-            return "full" if (k0 >= low or k1 <= self.sink_tokens) and k1 - 1 <= high else "partial"
+            inside = (k0 >= low or k1 <= self.sink_tokens) and k0 >= strict and k1 - 1 <= high
+            return "full" if inside else "partial"
         return "full"
 
     def dense(self) -> Tensor:
@@ -353,7 +411,11 @@ class Visibility:
                 rules.append(k <= q + self.right if self.right else k <= q)
             if self.left is not None:
                 near = k >= q - self.left
-                rules.append(near | (k < self.sink_tokens) if self.sink_tokens else near)
+                if self.sink_tokens:
+                    near = near | (rows(self.unpadded_key_positions, k0, k1)[..., None, :] < self.sink_tokens)
+                rules.append(near)
+            if self.strict_left is not None:
+                rules.append(k >= q - self.strict_left)
         if self.query_segments is not None and self.key_segments is not None:
             rules.append(self.query_segments[:, None, q0:q1, None] == self.key_segments[:, None, None, k0:k1])
         if self.key_present is not None:
@@ -370,50 +432,13 @@ class Visibility:
         return seen
 
     def span(self, side: int = 1 << 10) -> tuple[Tensor, Tensor]:
-        """Positions of the first and the last key that each query sees, int64 `[B, H, Lq]`; (0, -1) for one that sees none."""
-        if torch.compiler.is_compiling():  # a loop over a length would make one graph for each
-            first, last = self._ends(0, self.query_length, 0, self.key_length)
-            return torch.where(last < 0, 0, first), last
-        parts = []
-        for q0 in range(0, self.query_length, side):
-            q1 = min(q0 + side, self.query_length)
-            ends = [
-                self._ends(q0, q1, k0, min(k0 + side, self.key_length))
-                for k0 in range(0, self.key_length, side)
-            ]
-            first = torch.stack([f for f, _ in ends]).amin(0)
-            last = torch.stack([n for _, n in ends]).amax(0)
-            parts.append((torch.where(last < 0, 0, first), last))
-        return torch.cat([f for f, _ in parts], 2), torch.cat([n for _, n in parts], 2)
-
-    def _ends(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
-        """`span` for a tile, with a position beyond all for queries that see none of its keys."""
-        at, seen = rows(self.key_positions, k0, k1)[..., None, :], self.tile(q0, q1, k0, k1)
-        if seen is None:
-            seen = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-        first = torch.where(seen, at, self.key_length).amin(-1)
-        last = torch.where(seen, at, -1).amax(-1)
-        # A tile may leave axes out: what it says of batch, heads and rows holds for all of them.
-        shape = (self.batch, self.num_heads, q1 - q0)
-        return first.expand(shape), last.expand(shape)
+        """Unpadded positions of the first and the last key that each query sees, int64 `[B, H, Lq]`; (0, -1) for one that sees none."""
+        return span_of(self, side)
 
     def _modified(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         assert self.mask_mod is not None
-        seen: Any = self.mask_mod(*self.indices(q0, q1, k0, k1))
-        if isinstance(seen, bool):
-            seen = torch.full((), seen, device=self.device)
-        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
-            raise InvalidInput(
-                f"mask_mod must return bool, True = may attend, got {got}; use score_mod= to change scores"
-            )
         full = [self.batch, self.num_heads, q1 - q0, k1 - k0]
-        lead = [1] * (4 - seen.dim()) + list(seen.shape)
-        if len(lead) != 4 or any(have not in (1, want) for have, want in zip(lead, full, strict=True)):
-            raise InvalidInput(
-                f"mask_mod must return bool that broadcasts to {full}, the shapes of b, h, q, k, got {list(seen.shape)}"
-            )
-        return seen.expand(*lead[:2], q1 - q0, k1 - k0)
+        return checked_mod(self.mask_mod(*self.indices(q0, q1, k0, k1)), full, self.device)
 
     def indices(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(b, h, q, k)` for `mask_mod` and `score_mod`: integer tensors that broadcast to `[B, H, tq, tk]`."""

@@ -16,7 +16,7 @@ W = TypeVar("W", bound="WindowState")
 
 @dataclass(kw_only=True, eq=False)
 class WindowState(CacheState):
-    """The first `sink_tokens` tokens, and of the others the `left` before the next one and those of the last call.
+    """The first `sink_tokens` present tokens, and of the others the `left` before the next one and those of the last call.
 
     They lie beside each other in the store, rows `start` to `start + length - evicted`, oldest first: a step moves the window
     one row on, sink tokens with it, and a store that is full makes way for another. So memory is bounded by the window and
@@ -66,18 +66,21 @@ class WindowState(CacheState):
         present: Tensor | None,
         segments: Tensor | None,
         forget: bool = True,
+        leading: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, WindowState]:
         """Keys and values held with these behind them, and the next state. `present` and `segments` span past and new, all of it.
 
         forget: whether queries continue from the state's length, so that what the window has left can go.
+        leading `[B]`: with how many absent tokens each row begins, where it may begin with any: its sink tokens stand behind them.
         """
         # A graph that counted what is gone would serve few steps; there the window is a rule like any other.
         forget = forget and not torch.compiler.is_compiling()
         gone, new = self.forgettable() if forget else 0, key.shape[2]
         kept, start = self.held - gone, self.start + gone
+        front = None if leading is None or not self.sink_tokens else self._rows_of_sinks(leading)
         if self._must_concatenate(recording):
             store_k, store_v = (
-                torch.cat([*self._rows(store, gone), fresh], 2)
+                torch.cat([*self._rows(store, gone, front), fresh], 2)
                 for store, fresh in ((self.key, key), (self.value, value))
             )
             start = 0
@@ -85,7 +88,9 @@ class WindowState(CacheState):
             # A call that fails after this leaves its state as it was: no row that it holds is written.
             store_k, store_v = self.key, self.value
             if start + kept + new > store_k.shape[2] or (gone and self.sink_tokens):
-                store_k, store_v = (self._renewed(store, gone, kept + new) for store in (store_k, store_v))
+                store_k, store_v = (
+                    self._renewed(store, gone, kept + new, front) for store in (store_k, store_v)
+                )
                 start = 0
             store_k[:, :, start + kept : start + kept + new] = key
             store_v[:, :, start + kept : start + kept + new] = value
@@ -121,18 +126,33 @@ class WindowState(CacheState):
         following.start, following.evicted, following.spent = start, self.evicted + gone, False
         return self.key.narrow(2, start, kept + 1), self.value.narrow(2, start, kept + 1), following
 
-    def _rows(self, store: Tensor, gone: int) -> list[Tensor]:
-        """The tokens held but for the oldest `gone` behind the sink tokens, in two pieces or one."""
+    def sinks_of(self, leading: Tensor) -> Tensor:
+        """Which tokens are each row's sink tokens, `[B, sink_tokens]`, where row b begins with `leading[b]` absent ones."""
+        return leading[:, None] + torch.arange(self.sink_tokens, device=leading.device)
+
+    def _rows_of_sinks(self, leading: Tensor) -> Tensor:
+        """The rows of the store, from `start` on, that hold `sinks_of`: `[B, sink_tokens]`; any row for tokens that have yet to come."""
+        own = self.sinks_of(leading)
+        if self.evicted:  # those that the window has left are at the front already
+            column = torch.arange(self.sink_tokens, device=own.device)
+            own = torch.where(own < self.sink_tokens + self.evicted, column, own - self.evicted)
+        return own.clamp(max=self.held - 1)
+
+    def _rows(self, store: Tensor, gone: int, front: Tensor | None) -> list[Tensor]:
+        """The tokens held but for the oldest `gone` behind the sink tokens, which stand in rows `front`; in two pieces or one."""
         end = self.start + self.held
         if not gone:
             return [store[:, :, self.start : end]]
         sinks = self.start + self.sink_tokens
-        return [store[:, :, self.start : sinks], store[:, :, sinks + gone : end]]
+        if front is None:
+            return [store[:, :, self.start : sinks], store[:, :, sinks + gone : end]]
+        index = front[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3])
+        return [store[:, :, self.start : end].gather(2, index), store[:, :, sinks + gone : end]]
 
-    def _renewed(self, store: Tensor, gone: int, needed: int) -> Tensor:
+    def _renewed(self, store: Tensor, gone: int, needed: int, front: Tensor | None) -> Tensor:
         """A store whose first rows are the kept ones of `store`, with room for `needed` and for the window to move on."""
         twice = self.sink_tokens + 2 * self.left + 2
-        kept = torch.cat(self._rows(store, gone), 2)
+        kept = torch.cat(self._rows(store, gone, front), 2)
         larger = store.new_empty(*store.shape[:2], max(needed, min(2 * needed, twice), 16), store.shape[3])
         larger[:, :, : kept.shape[2]] = kept
         larger[:, :, kept.shape[2] :].zero_()

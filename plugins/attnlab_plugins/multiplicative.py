@@ -37,7 +37,7 @@ class MultiplicativeAttention(ScoreAttention):
     - `"dot"`: `q^T k`; parameter-free, one width.
     - `"general"`: `q^T W_a k`, `W_a [H, Dq, Dk]`.
     - `"concat"`: `v_a^T tanh(W_a [q; k])`, `W_a [H, A, Dq + Dk]`, `v_a [H, A]`, A = hidden_size (default head_dim).
-    - `"location"`: `(W_a q)_j` at source position j, `W_a [H, max_length, Dq]`; keys beyond max_length are refused, and so are
+    - `"location"`: `(W_a q)_j` at source position j, counted from the row's first present key, `W_a [H, max_length, Dq]`; keys beyond max_length are refused, and so are
       lengths that differ, as W_a is indexed by a position that only one length fixes.
 
     `local` chooses which keys a query reads (section 3.2), D = half_width:
@@ -184,6 +184,7 @@ class MultiplicativeAttention(ScoreAttention):
         query = query[..., :-1] if self.local == "p" else query
         if self.score == "location":
             index = key_positions[None] if key_positions.dim() == 1 else key_positions  # [B | 1, tk]
+            index = index.clamp(min=0)  # padding on the left stands before position 0, and is hidden
             index = index[:, None, None, :].expand(query.shape[0], query.shape[1], query.shape[2], -1)
             return query.gather(3, index)
         if self.score == "concat":

@@ -25,7 +25,8 @@ class SlidingWindowAttention(ScoreAttention):
 
     `left` and `right` count as in `window=`: the query's own position is one more, so that `left=255, right=0` is what others call
     a causal window of 256, and `left=right=128` a symmetric one of 257. The first `sink_tokens` positions stay in sight
-    (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"). What the caller hides is hidden as well.
+    (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"); they count from the row's first present key,
+    so that a row with padding on its left is the row alone. What the caller hides is hidden as well.
     Time and memory grow with length times window. Lengths differ only through a state, which says where its queries stand; for
     others `dot_product` with `window=` and `offset=` says it in the call. Parameter-free.
     """
@@ -42,7 +43,12 @@ class SlidingWindowAttention(ScoreAttention):
     )
     state_type = WindowState
     inner_product = True
-    shift_invariant = True
+    check_options = (
+        {"left": 3},
+        {"left": 2, "right": 1},
+        {"left": 3, "sink_tokens": 2},
+        {"left": 1, "right": 2, "sink_tokens": 1},
+    )
 
     def __init__(self, *, left: int = 255, right: int = 0, sink_tokens: int = 0, **sizes: Any) -> None:
         for word, count in (("left", left), ("right", right), ("sink_tokens", sink_tokens)):
@@ -53,6 +59,7 @@ class SlidingWindowAttention(ScoreAttention):
                 )
         super().__init__(**sizes)
         self.left, self.right, self.sink_tokens = left, right, sink_tokens
+        self.shift_invariant = not sink_tokens  # which count from where a sequence begins
         self.options = {"left": left, "right": right, "sink_tokens": sink_tokens}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
@@ -60,13 +67,23 @@ class SlidingWindowAttention(ScoreAttention):
         if call.state is None:
             return super().attend(query, key, value, inside)
         key, value, state = self.extended(key, value, call)
-        first = self.sink_tokens
-        result = super().attend(query, key, value, inside.without_keys(first, first + state.evicted))
+        first, leading = self.sink_tokens, self._leading(call)
+        front = None if leading is None else state.sinks_of(leading)
+        result = super().attend(query, key, value, inside.without_keys(first, first + state.evicted, front))
         weights = result.weights
         if weights is not None and state.evicted:
             unseen = weights.new_zeros(*weights.shape[:3], state.evicted)
-            weights = torch.cat([weights[..., :first], unseen, weights[..., first:]], -1)
+            if front is None:
+                weights = torch.cat([weights[..., :first], unseen, weights[..., first:]], -1)
+            else:
+                others = torch.cat([torch.zeros_like(weights[..., :first]), unseen, weights[..., first:]], -1)
+                index = front.clamp(max=others.shape[3] - 1)[:, None, None].expand_as(weights[..., :first])
+                weights = others.scatter_add(3, index, weights[..., :first])
         return AttentionOutput(result.out, weights, result.lse, state)
+
+    def _leading(self, call: Call) -> Tensor | None:
+        """With how many absent tokens each row begins, where that moves its sink tokens."""
+        return None if not self.sink_tokens or call.visibility is None else call.visibility.leading
 
     def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
         if type(self) is not SlidingWindowAttention:  # another may score, project or scale in its own way
@@ -95,7 +112,7 @@ class SlidingWindowAttention(ScoreAttention):
                 f"{self.name}: its state has forgotten what the window had left, so queries must continue from its length, "
                 f"{state.length}; leave offset out, or give it from the first call on, and nothing is forgotten"
             )
-        return super().extended(key, value, call, forget=continues, **further)  # type: ignore[return-value]
+        return super().extended(key, value, call, forget=continues, leading=self._leading(call), **further)  # type: ignore[return-value]
 
     def init_state(
         self,

@@ -101,12 +101,12 @@ def test_location_refuses_more_keys_than_it_has_rows_for_even_after_fewer() -> N
         variant(longer, longer, longer)
 
 
-def test_location_reads_the_row_of_the_keys_own_position_under_left_padding(make: Any) -> None:
+def test_location_counts_positions_from_the_first_present_key(make: Any) -> None:  # F04
     variant = create("multiplicative_location", num_heads=1, head_dim=4, max_length=8).double()
     x, present = make(1, 1, 4, 4), torch.tensor([[False, False, True, True]])
     weights = variant(x, x, x, key_mask=present, need_weights=True).weights[0, 0]
     logits = x[0, 0] @ variant.W_a[0].T
-    torch.testing.assert_close(weights[:, 2:], torch.softmax(logits[:, 2:4], -1), **CLOSE)
+    torch.testing.assert_close(weights[:, 2:], torch.softmax(logits[:, :2], -1), **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def define(
     arguments = {
         n: cast.arguments.get(n) for n in ("scale", "bias", "softcap", "score_mod", "sinks", "gates")
     }
+    arguments["score_mod"] = visibility.score_mod_of(rules, arguments["score_mod"])
     # A definition may draw too, in the variant's order: then it is held to the same numbers.
     with seeded_draws(inputs.case.seed, inputs.case.device) if draws_freely(variant) else nullcontext():
         return judging(variant)(

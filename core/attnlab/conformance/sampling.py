@@ -48,10 +48,12 @@ def define_rows(
     parameters: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The definition's answer for some query rows."""
-    query_positions, key_positions = (p.to(inputs.query.device) for p in visibility.positions(inputs.rules()))
+    rules = inputs.rules()
+    query_positions, key_positions = (p.to(inputs.query.device) for p in visibility.positions(rules))
     cast = inputs.rebuilt({name: x.to(dtype) for name, x in inputs.tensors().items()})
     names = ("scale", "bias", "softcap", "score_mod", "sinks", "gates")
     arguments = {n: cast.arguments.get(n) for n in names}
+    arguments["score_mod"] = visibility.score_mod_of(rules, arguments["score_mod"], rows)
     if arguments["bias"] is not None:
         arguments["bias"] = rows_of(arguments["bias"], rows)
     answer: dict[str, Tensor] = judging(variant)(

@@ -166,10 +166,52 @@ def dense(rules: Rules, rows: Sequence[int] | None = None) -> Tensor:
     return seen.expand(shape).contiguous()
 
 
+def _padding_before(b: int, segment: int | None, rules: Rules) -> int:
+    """How many keys of row `b` (of one of its segments) are absent before the first that is present; 0 where none is."""
+    keys = range(rules.keys)
+    if rules.segments is not None:
+        keys = [j for j in keys if rules.segments[1][b][j] == segment]  # type: ignore[assignment]
+    there = [key_present(b, j, rules) for j in keys]
+    return there.index(True) if True in there else 0
+
+
+def padding(rules: Rules) -> tuple[list[list[int]], list[list[int]]]:
+    """How far padding on the left moves each query `[B, Lq]` and each key `[B, Lk]`."""
+    sides = []
+    for side, length in enumerate((rules.queries, rules.keys)):
+        by_row = []
+        for b in range(rules.batch):
+            ids = [None] * length if rules.segments is None else rules.segments[side][b]
+            before = {s: _padding_before(b, s, rules) for s in set(ids)}
+            by_row.append([before[s] for s in ids])
+        sides.append(by_row)
+    return sides[0], sides[1]
+
+
+def score_mod_of(
+    rules: Rules, score_mod: Callable[..., Any] | None, rows: Sequence[int] | None = None
+) -> Callable[..., Any] | None:
+    """The caller's `score_mod` for a definition that hands it `positions`: it is handed those of the caller's rules, of all query rows or some."""
+    if score_mod is None:
+        return None
+    before_q, before_k = padding(rules)
+    queries = range(rules.queries) if rows is None else rows
+    q_moved = torch.tensor([[row[i] for i in queries] for row in before_q], dtype=torch.int64)
+    k_moved = torch.tensor(before_k, dtype=torch.int64)
+
+    def moved(score: Tensor, b: Any, h: Any, q: Tensor, k: Tensor) -> Any:
+        return score_mod(
+            score, b, h, q + q_moved.to(q.device)[:, None, :, None], k + k_moved.to(k.device)[:, None, None]
+        )
+
+    return moved
+
+
 def positions(rules: Rules) -> tuple[Tensor, Tensor]:
-    """Query positions `[B, Lq]` and key positions `[B, Lk]`, int64."""
-    q = [[query_position(b, i, rules) for i in range(rules.queries)] for b in range(rules.batch)]
-    k = [[key_position(b, j, rules) for j in range(rules.keys)] for b in range(rules.batch)]
+    """Query positions `[B, Lq]` and key positions `[B, Lk]` as a formula reads them, int64: counted from the first present key."""
+    before_q, before_k = padding(rules)
+    q = [[query_position(b, i, rules) - p for i, p in enumerate(before_q[b])] for b in range(rules.batch)]
+    k = [[key_position(b, j, rules) - p for j, p in enumerate(before_k[b])] for b in range(rules.batch)]
     return (
         torch.tensor(q, dtype=torch.int64).reshape(rules.batch, rules.queries),
         torch.tensor(k, dtype=torch.int64).reshape(rules.batch, rules.keys),

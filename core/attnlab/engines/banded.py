@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnlab._visibility_positions import leading_absent
 from attnlab.engines.fused import asks_for_out_alone
 from attnlab.engines.heads import accumulation_dtype, fold_groups, in_own_precision
 
@@ -30,12 +31,16 @@ WORTHWHILE_PAIRS = 1 << 18
 
 
 class Band(NamedTuple):
-    """Where the band lies: query i stands at `i + offset` and sees keys from `- left` to `+ right` of that, and sink tokens."""
+    """Where the band lies: query i stands at `i + offset` and sees keys from `- left` to `+ right` of that, and sink tokens.
+
+    padded: whether rows may begin with absent keys, behind which their sink tokens stand.
+    """
 
     left: int
     right: int
     offset: int
     sink_tokens: int
+    padded: bool = False
 
 
 def band_of(call: Call, query: Tensor, key: Tensor) -> Band | None:
@@ -48,6 +53,8 @@ def band_of(call: Call, query: Tensor, key: Tensor) -> Band | None:
         return None
     if seen.allowed is not None or seen.mask_mod is not None or seen.query_segments is not None:
         return None
+    if seen.strict_left is not None:
+        return None
     if call.bias is not None or not asks_for_out_alone(call) or torch.compiler.is_compiling():
         return None
     lq, lk = query.shape[2], key.shape[2]
@@ -56,7 +63,8 @@ def band_of(call: Call, query: Tensor, key: Tensor) -> Band | None:
         return None
     if not 0 <= seen.offset <= lk - lq:
         return None  # rows beyond the keys: rare, and left to engines that need no room around them
-    return Band(seen.left, seen.right, seen.offset, seen.sink_tokens)
+    padded = bool(seen.sink_tokens) and seen.padded_left and seen.key_present is not None
+    return Band(seen.left, seen.right, seen.offset, seen.sink_tokens, padded)
 
 
 @in_own_precision
@@ -137,8 +145,11 @@ class _Blocks:
         self.cuts = self._cuts(query.device)
         self.rows = self._rows(query)  # [N, count, R, D]
         self.keys, self.values = key.flatten(0, 1), value.flatten(0, 1)  # [N, Lk, D]
-        self.first_keys = key[:, :, : band.sink_tokens].flatten(0, 1)  # [N, sinks, D]
-        self.first_values = value[:, :, : band.sink_tokens].flatten(0, 1)
+        # Which keys are the sink tokens of each sequence, [B, sinks]; past the last key where a row has too few.
+        self.sinks = torch.arange(band.sink_tokens, device=query.device)[None].expand(key.shape[0], -1)
+        if band.padded and present is not None:
+            self.sinks = self.sinks + leading_absent(present)[:, None]
+        self.first_keys, self.first_values = self._first(key), self._first(value)  # [N, sinks, D]
         self.present = present
         self.there = None if present is None else torch.nn.functional.pad(present, self.pads)  # [B, padded]
         at, column = (
@@ -151,6 +162,13 @@ class _Blocks:
             hidden, -torch.inf
         )
         self.outside = self.outside.repeat(self.groups, 1)  # [R, width]
+
+    def _first(self, x: Tensor) -> Tensor:
+        """Of keys or values those of the sink tokens, `[N, sinks, W]`."""
+        if not self.band.padded:
+            return x[:, :, : self.band.sink_tokens].flatten(0, 1)
+        index = self.sinks.clamp(max=self.lk - 1)[:, None, :, None]
+        return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).flatten(0, 1)
 
     def _rows(self, x: Tensor) -> Tensor:
         """`[B, Hq, Lq, W]` -> `[N, count, G side, W]`, the last block filled up with zeros."""
@@ -238,10 +256,11 @@ class _Blocks:
         """Which sink tokens a query sees that its window has left: bool `[blocks, R, sinks]`."""
         device = self.rows.device
         at = torch.arange(first * self.side, last * self.side, device=device).view(-1, self.side, 1)
-        sinks = torch.arange(self.band.sink_tokens, device=device)
+        sinks = self.sinks[n // self.kv_heads]
         left = sinks < at + (self.band.offset - self.band.left)  # [blocks, side, sinks]
         if self.present is not None:
-            left = left & self.present[n // self.kv_heads, : self.band.sink_tokens]
+            there = self.present[n // self.kv_heads]
+            left = left & there[sinks.clamp(max=self.lk - 1)] & (sinks < self.lk)
         return left.repeat(1, self.groups, 1)
 
     def forward(self) -> Tensor:
@@ -274,15 +293,15 @@ class _Blocks:
                 for_rows.append(slopes @ keys.transpose(1, 2))
                 key_columns.append(slopes.transpose(1, 2) @ self.rows[n, first:last])
                 value_columns.append(p.transpose(1, 2) @ g)
-            for_keys.append(self._added(torch.cat(key_columns)))
-            for_values.append(self._added(torch.cat(value_columns)))
+            for_keys.append(self._added(n, torch.cat(key_columns)))
+            for_values.append(self._added(n, torch.cat(value_columns)))
         query = self._unrowed(torch.cat(for_rows).view(self.rows.shape))
         key, value = (
             torch.stack(x).view(self.shape[0], self.kv_heads, self.lk, -1) for x in (for_keys, for_values)
         )
         return query, key, value
 
-    def _added(self, columns: Tensor) -> Tensor:
+    def _added(self, n: int, columns: Tensor) -> Tensor:
         """`[count, sinks + width, W]`, what each block gives the keys that it reads -> `[Lk, W]`, added up by key."""
         side, sinks = self.side, self.band.sink_tokens
         total = columns.new_zeros(1, 1).expand(self.lk, columns.shape[-1]) + columns[:0].sum()
@@ -293,5 +312,6 @@ class _Blocks:
                 part = columns[:, sinks + step * side : sinks + (step + 1) * side].flatten(0, 1)
                 total = total + torch.nn.functional.pad(part, (0, 0, start, self.lk - stop))
         if sinks:
-            total = total + torch.nn.functional.pad(columns[:, :sinks].sum(0), (0, 0, 0, self.lk - sinks))
+            index = self.sinks[n // self.kv_heads].clamp(max=self.lk - 1)  # what is past the last key gives 0
+            total = total.index_add(0, index, columns[:, :sinks].sum(0))
         return total

@@ -141,8 +141,8 @@ class _Job:
         query = self.query[:, :, q0:q1]
         key = expand_heads(self.key[:, :, k0:k1], self.heads)
         at = {
-            "query_positions": seen.query_positions[..., q0:q1],
-            "key_positions": seen.key_positions[..., k0:k1],
+            "query_positions": seen.unpadded_query_positions[..., q0:q1],
+            "key_positions": seen.unpadded_key_positions[..., k0:k1],
         }
         if self.apart:
             with torch.no_grad():
@@ -292,8 +292,8 @@ class _Job:
             return p
         factor = self.how.reweight(
             self.query[:, :, q0:q1],
-            query_positions=self.seen.query_positions[..., q0:q1],
-            key_positions=self.seen.key_positions[..., k0:k1],
+            query_positions=self.seen.unpadded_query_positions[..., q0:q1],
+            key_positions=self.seen.unpadded_key_positions[..., k0:k1],
         )
         return p if factor is None else p * factor.to(p.dtype)
 

@@ -52,8 +52,16 @@ class FeatureMapAttention(Attention):
     normalise: bool = True
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
-        """Features `[B, H, L, P]` of `x [B, H, L, D]` (float32 or better), at int64 positions `[L]` or `[B, L]`."""
+        """Features `[B, H, L, P]` of `x [B, H, L, D]` (float32 or better), at int64 positions `[L]` or `[B, L]`.
+
+        Positions count from the row's first present key, or, where the map is `shift_invariant`, from any place.
+        """
         raise PluginError(f"{type(self).__name__} writes no feature_map(x, *, role, positions)")
+
+    @property
+    def _reads_beginnings(self) -> bool:
+        """Whether it matters to the map where a sequence begins."""
+        return not (self.capabilities.position_free or self.shift_invariant)
 
     def num_features(self) -> int:
         """P, by asking the map for no tokens; override where that is costly."""
@@ -106,7 +114,8 @@ class FeatureMapAttention(Attention):
         if state is not None:
             assert kv is not None
             assert z is not None
-            following = LinearState(length=state.length + new, kv=kv, z=z)
+            leading = seen.leading if self._reads_beginnings else None
+            following = LinearState(length=state.length + new, leading=leading, kv=kv, z=z)
         weights = None
         if call.need_weights:
             q = self._query_features(query, seen, 0, query.shape[2]) if q is None else q
@@ -138,7 +147,8 @@ class FeatureMapAttention(Attention):
         assert call.visibility is not None
         k, v = self._features(key, value, call.visibility, 0, key.shape[2])
         kv, z = _added(call.state.kv, call.state.z, k, v)
-        return LinearState(length=call.state.length + key.shape[2], kv=kv, z=z)
+        leading = call.visibility.leading if self._reads_beginnings else None
+        return LinearState(length=call.state.length + key.shape[2], leading=leading, kv=kv, z=z)
 
     def _check_features(self, state: LinearState) -> None:
         held, made = state.kv.shape[2], self.num_features()
@@ -149,8 +159,10 @@ class FeatureMapAttention(Attention):
 
     def _query_features(self, query: Tensor, seen: Visibility, start: int, stop: int) -> Tensor:
         wide = accumulation_dtype(query.dtype)
-        positions = seen.query_positions[..., start:stop]
-        return self.feature_map(query[:, :, start:stop].to(wide), role="query", positions=positions)
+        positions = seen.unpadded_query_positions if self._reads_beginnings else seen.query_positions
+        return self.feature_map(
+            query[:, :, start:stop].to(wide), role="query", positions=positions[..., start:stop]
+        )
 
     def _features(
         self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int
@@ -159,9 +171,8 @@ class FeatureMapAttention(Attention):
         wide = accumulation_dtype(key.dtype)
         past = seen.key_length - key.shape[2]
         at = slice(past + start, past + stop)
-        k = self.feature_map(
-            key[:, :, start:stop].to(wide), role="key", positions=seen.key_positions[..., at]
-        )
+        positions = seen.unpadded_key_positions if self._reads_beginnings else seen.key_positions
+        k = self.feature_map(key[:, :, start:stop].to(wide), role="key", positions=positions[..., at])
         if seen.key_present is not None:
             k = k.masked_fill(~seen.key_present[:, None, at, None], 0)
         return k, value[:, :, start:stop].to(wide)

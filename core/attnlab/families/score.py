@@ -118,7 +118,8 @@ class ScoreAttention(Attention):
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Scores `[B, Hq, tq, tk]`, before scale, of projected `query [B, Hq, tq, *]` and `key [B, Hq, tk, *]`: a tile.
 
-        Positions are int64, `[tq]` and `[tk]`, or with a leading batch axis where they differ by sequence.
+        Positions are int64, `[tq]` and `[tk]`, or with a leading batch axis where they differ by sequence: they count from the first
+        present key of the row or of the segment, so that padding on the left moves none.
         """
         if self.inner_product:
             wide = torch.float64 if query.dtype == torch.float64 else torch.float32

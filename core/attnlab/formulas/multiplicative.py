@@ -125,5 +125,6 @@ def _concat(query: Tensor, key: Tensor, visible: Tensor, w_a: Tensor, v_a: Tenso
 def _location(query: Tensor, w_a: Tensor, key_positions: Tensor, keys: int) -> Tensor:
     by_position = torch.einsum("hpd,bhid->bhip", w_a, query)  # [B, H, Lq, max_length]
     batch, heads, queries, _ = by_position.shape
-    index = key_positions.view(batch, 1, 1, keys).expand(batch, heads, queries, keys)
+    index = key_positions.clamp(min=0)  # padding on the left stands before position 0, and is hidden
+    index = index.view(batch, 1, 1, keys).expand(batch, heads, queries, keys)
     return by_position.gather(-1, index)

@@ -136,7 +136,7 @@ class LinearisedAttention(FeatureMapAttention):
             self.b_k = nn.Parameter(torch.empty(self.num_kv_heads, width))
         elif feature_map == "cosformer":
             self._default(max_length=1024)
-            self.refuses_more = True
+            self.refuses_more = self.shift_invariant = True
             self.narrow(position_free="cosformer weights a pair by the distance of its positions")
         if feature_map in VANISHING:
             self.narrow(normalised=VANISHING[feature_map])
