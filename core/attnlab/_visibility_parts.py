@@ -34,6 +34,8 @@ def without_columns(tensor: Tensor, start: int, stop: int, front: Tensor | None 
     """
     if tensor.shape[-1] == 1:
         return tensor
+    if not start:
+        return tensor[..., stop:]
     if front is None:
         return torch.cat([tensor[..., :start], tensor[..., stop:]], -1)
     rest = tensor[..., stop:]

@@ -50,7 +50,7 @@ def fused_attention(
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
     seen = call.visibility
     if seen is None and call.bias is None:
-        return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
+        return _over_groups(query, key, value, None, scale, grouped)
     mask: Tensor | None = None
     if seen is not None:
         if seen.only_causal and seen.key_present is None and call.bias is None and _is_zero(seen.offset):
@@ -74,7 +74,21 @@ def fused_attention(
             mask = bias.expand(*bias.shape[:3], key.shape[2])
         else:
             mask = torch.where(mask, bias, torch.full((), -torch.inf, dtype=bias.dtype, device=query.device))
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return _over_groups(query, key, value, mask, scale, grouped)
+
+
+def _over_groups(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
+) -> Tensor:
+    """torch's function; one query's heads of a group go as rows beside each other, so that each key is read once."""
+    alone = grouped and not torch.compiler.is_compiling() and query.shape[2] == 1
+    if not alone or (mask is not None and mask.shape[1] != 1):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+    rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(*query.shape[:3], value.shape[3])
 
 
 def fused_masked(query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor | None:

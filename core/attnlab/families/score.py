@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attnlab._gate import stated
 from attnlab.call import AttentionOutput, Call
@@ -166,8 +166,28 @@ class ScoreAttention(Attention):
         state: State | None = None
         if call.state is not None:
             key, value, state = self.extended(self._keys_for_cache(key), value, call)
+        gone = self._out_of_sight(call)
+        if gone:
+            key, value, call = key[:, :, gone:], value[:, :, gone:], call.without_keys(0, gone)
+        result = self._over(query, key, value, call, projected=state is not None)
+        weights = result.weights if not gone or result.weights is None else pad(result.weights, (gone, 0))
+        return AttentionOutput(result.out, weights, result.lse, state)
+
+    def _out_of_sight(self, call: Call) -> int:
+        """How many of the first keys lie before every query's window, from numbers alone: a decoded token reads only the last keys of a cache."""
+        seen = call.visibility
+        if seen is None or seen.left is None or seen.sink_tokens or torch.compiler.is_compiling():
+            return 0
+        if not (self.capabilities.position_free or self.shift_invariant):
+            return 0
+        return min(seen.key_range(0, seen.query_length)[0], seen.key_length - 1)
+
+    def _over(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, projected: bool
+    ) -> AttentionOutput:
+        """`out`, `weights` and `lse` over these keys, which come out of a state where they are `projected`."""
         query = self.project_query(query)
-        if self._projects and (state is None or self.projected_width is None):
+        if self._projects and not (projected and self.projected_width is not None):
             key = self._projected(key)
         reweight: Any = self.reweight if self.reweights else None
         scale = self.default_scale() if call.scale is None else call.scale
@@ -177,10 +197,10 @@ class ScoreAttention(Attention):
             band, seen = band_of(call, query, key), call.visibility
             if band is not None and seen is not None:
                 inside = banded_attention(query, key, shared, band, scale, seen.key_present)
-                return AttentionOutput(inside.to(value.dtype), state=state)
+                return AttentionOutput(inside.to(value.dtype))
             out = fused_attention(query, key, shared, call, scale)
             if out is not None:
-                return AttentionOutput(out, state=state)
+                return AttentionOutput(out)
         scoring = Scoring(
             self.scores,
             scale,
@@ -205,7 +225,7 @@ class ScoreAttention(Attention):
             need_lse=call.need_lse,
         )
         weights = None if result.weights is None else result.weights.to(value.dtype)
-        return AttentionOutput(result.out.to(value.dtype), weights, result.lse, state)
+        return AttentionOutput(result.out.to(value.dtype), weights, result.lse)
 
     def init_state(
         self,
