@@ -12,6 +12,7 @@ from torch import Tensor
 from attnlab._gate import autocast_on
 from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput
+from attnlab.mask import AttentionMask
 from attnlab.state import State
 
 if TYPE_CHECKING:
@@ -83,6 +84,28 @@ def explain_shapes(variant: Attention, query: Any, key: Any, value: Any) -> tupl
                 f"{name}: {word} must have {what} {want} as the variant was created, got {got}{extra}"
             )
     return query, key, value
+
+
+def check_offset(
+    variant: Attention, said: AttentionMask, score_mod: Any, query_length: int, key_length: int, state: Any
+) -> None:
+    """`InvalidInput` for an offset that nothing in the call reads, unless it says what holds without it.
+
+    Readers are causal=, window=, mask_mod= and score_mod=, and variants that read where queries stand.
+    """
+    reads = variant.reads_query_positions and not variant.capabilities.position_free
+    if reads or said.positional or said.mask_mod is not None or score_mod is not None:
+        return
+    offset, past = said.offset, state.length if isinstance(state, State) else 0
+    if query_length == key_length and not isinstance(offset, Tensor):
+        aligned = said.key_lengths is None and said.query_lengths is None and said.segments is None
+        if offset == past or (offset == "top_left" and not past) or (offset == "bottom_right" and aligned):
+            return
+    got = "a tensor" if isinstance(offset, Tensor) else quoted(offset)
+    raise InvalidInput(
+        f"{variant.name}: offset says where queries stand for causal=, window=, mask_mod= and score_mod=, and this call gives "
+        f"none of them, got offset={got}; give the rule that should count from it, or leave offset out"
+    )
 
 
 def check_flags(name: str, dropout_p: Any, need_weights: Any, need_lse: Any, gates: Any) -> None:

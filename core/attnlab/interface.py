@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnlab._absent import close_gates, empty_output, without_absent, without_absent_queries
-from attnlab._arguments import check_extras, check_flags, explain_shapes
+from attnlab._arguments import check_extras, check_flags, check_offset, explain_shapes
 from attnlab._gate import (
     BITS,
     DTYPE_BITS,
@@ -57,7 +57,12 @@ class Attention(PlainCalls):
         state_type: the class of its states, where it declares `state`.
         qk_l2norm: whether it is meant for queries and keys of unit length, which `MultiHeadAttention` then gives it.
         shift_invariant: whether only differences of positions count, where it reads any, so that sequences packed in one row need not
-            begin at 0 each.
+            begin at 0 each. An instance whose options decide it sets it in `__init__`.
+        reads_query_positions: whether it matters where queries stand, where it reads positions. A call that gives an `offset` which
+            nothing reads is refused.
+        check_options: values of its options, off their defaults, with which checks and tests make further instances:
+            `({"left": 3}, {"left": 3, "sink_tokens": 2})`; small ones, for sequences of 5 to 40 tokens. They are laid over the options
+            of a registry row, so that a preset counts as a value too.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
             nothing says False, and its calls are judged by their bits alone.
 
@@ -77,6 +82,8 @@ class Attention(PlainCalls):
     state_type: ClassVar[type[State]] = State
     qk_l2norm: ClassVar[bool] = False
     shift_invariant: bool = False
+    reads_query_positions: bool = True
+    check_options: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     refuses_more: bool = True
     name: str = ""
 
@@ -356,6 +363,8 @@ class Attention(PlainCalls):
         visibility: Visibility | None = None
         if said is not None or state is not None:
             visibility, absent = visibility_of_call(said, query, key, state, self.name)
+            if said is not None and said.offset is not None:
+                check_offset(self, said, score_mod, lq, lk, state)
             if absent is not None:
                 key, value = without_absent(key, value, absent)
                 if gates:

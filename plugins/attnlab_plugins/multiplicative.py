@@ -93,6 +93,7 @@ class MultiplicativeAttention(ScoreAttention):
         self.options = {**sizes, "score": score, "hidden_size": hidden, "local": local}
         self.reweights = self.hides = local == "p"
         self.shift_invariant = score != "location"
+        self.reads_query_positions = local == "m"
         if local is not None:
             self.narrow(position_free=f"local-{local} reads positions")
         if local == "p":

@@ -172,7 +172,8 @@ def _weights_are_recorded() -> bool:
 def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Mapping[str, Any]) -> None:
     """Refuse to guess where queries stand for a variant that reads positions; a mask with structure says it."""
     n_q, n_k = query.shape[2], key.shape[2]
-    if n_q == n_k or attention.capabilities.position_free or "offset" in asked:
+    reads = attention.reads_query_positions and not attention.capabilities.position_free
+    if n_q == n_k or not reads or "offset" in asked:
         return
     mask = asked.get("mask")
     if not isinstance(mask, AttentionMask) or mask.offset is None:

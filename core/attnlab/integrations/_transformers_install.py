@@ -77,7 +77,7 @@ class InstalledAttention(nn.Module):
         given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
         if cross_source(kwargs) is None:
             self._layer = state_layer(given, number)
-        elif not self.capabilities.position_free:
+        elif self.attention.reads_query_positions and not self.capabilities.position_free:
             queries: Tensor = args[0] if args else kwargs["hidden_states"]
             self._offset = first_position(given, number, queries.shape[1])
 
