@@ -147,7 +147,7 @@ def _segments(
     """The ids of the sequences of packed rows, `[B, Lq]` and `[B, Lk]`, and why they cannot be told; neither for one sequence."""
     ends_q, ends_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if ends_q is None and ends_k is None:
-        ids = kwargs["seq_idx"]
+        ids: Any = kwargs["seq_idx"]
         if not isinstance(ids, Tensor) or tuple(ids.shape) != (query.shape[0], query.shape[2]):
             return (
                 None,
@@ -157,7 +157,7 @@ def _segments(
             return None, f"it says nothing of the {key.shape[2]} keys"
         alone = ids.is_cpu and are_plain(ids) and bool((ids == ids[:, :1]).all())
         return (None if alone else (ids, ids)), ""
-    both = (ends_k if ends_q is None else ends_q), (ends_q if ends_k is None else ends_k)
+    both: tuple[Any, Any] = (ends_k if ends_q is None else ends_q), (ends_q if ends_k is None else ends_k)
     found = []
     for ends, tokens, what in zip(both, (query, key), ("queries", "keys"), strict=True):
         if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.shape[0] < 2:
