@@ -38,6 +38,18 @@ def run_while_tracing(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shape as numbers, also where `torch.jit.trace` records and `tensor.shape` holds tensors: what a module is made with."""
+    recording = torch._C._get_tracing_state()
+    if recording is None:
+        return tuple(tensor.shape)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        return tuple(tensor.shape)
+    finally:
+        torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
+
+
 def autocast_on(device: torch.device) -> bool:
     """Whether autocast casts on this device; some devices (meta) know no autocast."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -234,7 +246,8 @@ def judge(
 ) -> None:
     """Refuse with every reason, or remember that this request is served."""
     past = state.length if isinstance(state, State) else 0
-    asked = None if torch.compiler.is_compiling() else (bits, query.shape, key.shape, value.shape, past)
+    graph = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    asked = None if graph else (bits, query.shape, key.shape, value.shape, past)
     if asked is not None and asked in variant._verdicts:
         return
     request = request_of(bits, query, key, value, past)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnlab._visibility_parts import moved_back, without_columns
@@ -125,8 +126,10 @@ class Call:
 def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:
     """What decides how a call without further arguments is judged, and last whether its inputs are contiguous.
 
-    None where the inputs are no tensors.
+    None where the inputs are no tensors, and where `torch.jit.trace` records, whose shapes are tensors.
     """
+    if torch._C._get_tracing_state() is not None:
+        return None
     try:
         on_cpu = query.is_cpu and key.is_cpu and value.is_cpu
         return (

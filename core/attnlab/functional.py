@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attnlab._gate import run_while_tracing
+from attnlab._gate import run_while_tracing, shape_of
 from attnlab._remembered import Remembered, Shortcuts
 from attnlab.call import AttentionOutput, call_signature
 from attnlab.catalogue import create
@@ -33,7 +33,8 @@ def attend(
     made = _known(query, key, value, variant) if not is_compiling() else None
     if made is None:
         sizes = _sizes(query, key, value, variant)
-        made = _of_graph(variant, *sizes) if is_compiling() else _new(variant, *sizes)
+        made = _of_graph(variant, *sizes) if is_compiling() else _instances.get((variant, *sizes))
+        made = _new(variant, *sizes) if made is None else made
     if not arguments.keys() <= ARGUMENTS:
         unknown = next(name for name in arguments if name not in ARGUMENTS)
         raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}")
@@ -95,7 +96,9 @@ def _sizes(query: Any, key: Any, value: Any, variant: str) -> tuple[int, int, in
             raise InvalidInput(
                 f"{variant}: {word} must be a tensor with four axes [B, H, L, D], got {got}{hint}"
             )
-    sizes = query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3]
+    shapes = (query.shape, key.shape, value.shape) if is_compiling() else map(shape_of, (query, key, value))
+    (_, hq, _, dq), (_, hkv, _, dk), (_, _, _, dv) = shapes
+    sizes = hq, hkv, dq, dk, dv
     if 0 in sizes:
         raise InvalidInput(
             f"{variant}: heads and head widths must be 1 or more, got {list(query.shape)}, {list(key.shape)}"

@@ -153,6 +153,11 @@ class Attention(PlainCalls):
             self.key_dim
         )  # the bits of torch's own default; Dk ** -0.5 may differ in the last
 
+    def query_factor(self, scale: float) -> float | None:
+        """What a host's query is multiplied by where its scores are `scale * q k^T` and the formula has no scale; None says that
+        nothing stands for it, and the scale is refused. 1 for `Dk^-0.5`, which such a formula takes as it is."""
+        return None
+
     def capabilities_on(self, device: str) -> Capabilities:
         """What this instance can do on a kind of device ("cpu", "cuda"); `capabilities` unless it says less of some."""
         return self.capabilities

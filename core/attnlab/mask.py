@@ -99,8 +99,11 @@ class AttentionMask(_Keeping):
 
     @property
     def kept(self) -> Kept | None:
-        """What calls made of this mask; None where nothing is kept, as in a graph."""
-        return None if torch.compiler.is_compiling() else getattr(self, "_kept", None)
+        """What calls made of this mask; None where nothing is kept, as in a graph or a trace."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return None
+        kept: Kept | None = getattr(self, "_kept", None)
+        return kept
 
     @property
     def positional(self) -> bool:

@@ -212,7 +212,12 @@ class Visibility:
         return keys_of - queries_of  # [B]
 
     def _drop_what_hides_nothing(self) -> None:
-        """Bounds on positions that no pair can violate are dropped: a decoding step becomes plain."""
+        """Bounds on positions that no pair can violate are dropped: a decoding step becomes plain.
+
+        Not where `torch.jit.trace` records, whose program serves other lengths.
+        """
+        if torch._C._get_tracing_state() is not None:
+            return
         if isinstance(self.offset, int) and self.query_segments is None:
             if self.right is not None and self.offset + self.right >= self.key_length - 1:
                 self.right = None

@@ -11,7 +11,13 @@ from torch import Tensor
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether nothing needs isolating; waits for the device. On meta there are no numbers to look at."""
+    """Whether nothing needs isolating; waits for the device. On meta there are no numbers to look at.
+
+    Never where `torch.jit.trace` or `make_fx` records, whose program runs on other numbers.
+    """
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if proxies is not None or torch._C._get_tracing_state() is not None:
+        return False
     return all(x.is_meta or bool(x.isfinite().all()) for x in tensors)
 
 

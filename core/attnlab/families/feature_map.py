@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 import torch
@@ -75,6 +76,13 @@ class FeatureMapAttention(Attention):
 
     def default_scale(self) -> float | None:
         return None if self.normalise else super().default_scale()
+
+    def query_factor(self, scale: float) -> float | None:
+        """`scale * Dk^0.5`, which folds a host's scale into its query before the map, where the quotient leaves no other place.
+
+        Scores `scale * q k^T` are those of `scale * Dk^0.5 * q` at the usual `Dk^-0.5`, which the features of `q` stand for.
+        """
+        return scale * math.sqrt(self.key_dim) if self.normalise else None
 
     @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:

@@ -16,34 +16,11 @@ from attnlab.call import AttentionOutput, call_signature
 from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
+from attnlab.integrations._transformers_arguments import Words, dropout_setting, words_of
 from attnlab.integrations._transformers_masks import asked_of
+from attnlab.integrations._transformers_weights import weights_are_wanted
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
-
-_recording: Any
-try:
-    from transformers.utils.output_capturing import _active_collector as _recording
-except ImportError:  # where that library keeps it elsewhere, models hand `output_attentions` on
-    _recording = None
-
-_CONSUMED = {"softcap": "softcap", "s_aux": "sinks", "position_bias": "bias"}  # theirs: ours
-_IN_THE_MASK = frozenset({"sliding_window"})
-_INERT = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "cache",
-        "past_key_values",
-        "output_hidden_states",
-        "return_dict",
-        "num_items_in_batch",
-        "output_router_logits",
-    }
-)
-
 
 _CAUSAL: Mapping[str, Any] = {"causal": True}
 _NOTHING: Mapping[str, Any] = {}
@@ -63,6 +40,8 @@ class Callee(Protocol):
     def shift_invariant(self) -> bool: ...
 
     def default_scale(self) -> float | None: ...
+
+    def query_factor(self, scale: float) -> float | None: ...
 
     @property
     def forward(self) -> Callable[..., AttentionOutput]: ...
@@ -99,8 +78,8 @@ class ModelFunction:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`(out [B, Lq, Hq, Dv] contiguous, weights or None)`; every argument means what it means there."""
-        asked, unknown = _extras(kwargs) if kwargs else ({}, [])
-        if _weights_are_recorded():
+        asked, refused, segments = words_of(kwargs, query, key) if kwargs else Words({}, {}, None)
+        if weights_are_wanted(module):
             asked["need_weights"] = True  # refused by the gate where the variant has none
         n_q, n_k = query.shape[2], key.shape[2]
         window = kwargs.get("sliding_window") if attention_mask is None and kwargs else None
@@ -111,7 +90,8 @@ class ModelFunction:
                 is_causal = getattr(module, "is_causal", False)
             said = _CAUSAL if is_causal and n_q > 1 else _NOTHING
         call, kept, since = None, None, 0
-        if self.bare and said is not None and window is None and not (asked or unknown or dropout):
+        plain = not (asked or refused or dropout or segments)
+        if self.bare and said is not None and window is None and plain:
             # The shortcut of small inputs, as `attnlab.attention` has it.
             since = self._shortcuts.generation
             call, kept = _call_of(query, key, value, said, scaling)
@@ -119,11 +99,13 @@ class ModelFunction:
             if served is not None and not torch._C._is_any_autocast_enabled():
                 out = served(query, key, value) if kept is None else served(query, key, value, kept)
                 return out.transpose(1, 2).contiguous(), None
+        if query.shape[0] != key.shape[0]:
+            query, key, value, call = *_of_one_batch(query, key, value), None
         attention = self.source(module, query, key, value)
-        if unknown:
+        for word, reason in refused.items():
             raise UnsupportedRequest(
-                f"{attention.name}: the model passes {', '.join(sorted(unknown))}, which this adapter does not know "
-                "and will not ignore; run this model with its own attention"
+                f"{attention.name}: the model passes {word} to its attention, and {reason}; "
+                "run this model with its own attention, or call it without that argument"
             )
         if window is not None and window < n_k:
             raise UnsupportedRequest(
@@ -136,10 +118,14 @@ class ModelFunction:
                 "which leaves the alignment open; pass the mask of this implementation"
             )
         _put_mask(attention, asked, attention_mask, said)
+        if segments is not None:
+            _put_segments(attention, asked, segments)
         if scaling is not None:
-            _put_scale(attention, asked, scaling, key)
+            given, query = query, _put_scale(attention, asked, scaling, query)
+            if query is not given:
+                call = None  # the shortcut serves a query as it came
         if dropout:
-            asked["dropout_p"] = dropout
+            _put_dropout(attention, asked, dropout, module)
         if n_q != n_k and isinstance(attention, Attention):
             check_positions(attention, query, key, asked)
         serve = attention.forward if self.bare else attention
@@ -163,12 +149,6 @@ def _call_of(
     return (None if kept is None else (call_signature(kept.word, query, key, value, False), scaling)), mask
 
 
-def _weights_are_recorded() -> bool:
-    """Whether transformers collects attention weights in this forward: some models do not hand `output_attentions` on."""
-    recorded = None if _recording is None else _recording.get()
-    return recorded is not None and any("attentions" in word for word in recorded)
-
-
 def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Mapping[str, Any]) -> None:
     """Refuse to guess where queries stand for a variant that reads positions; a mask with structure says it."""
     n_q, n_k = query.shape[2], key.shape[2]
@@ -181,23 +161,6 @@ def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Map
             f"{attention.name}: it reads positions, and nothing says where these {n_q} queries stand among {n_k} keys; "
             "install(model, ...) knows it in cross-attention, and in causal layers a mask of this implementation does"
         )
-
-
-def _extras(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The call's remaining arguments in our words, and those that are not understood."""
-    asked: dict[str, Any] = {}
-    unknown = []
-    for word, value in kwargs.items():
-        if value is None or word in _INERT:
-            continue
-        if word in _CONSUMED:
-            asked[_CONSUMED[word]] = value
-        elif word == "output_attentions":
-            if value:
-                asked["need_weights"] = True
-        elif word not in _IN_THE_MASK:
-            unknown.append(word)
-    return asked, unknown
 
 
 def _put_mask(
@@ -233,15 +196,57 @@ def _put_mask(
     asked["mask"] = mask
 
 
-def _put_scale(attention: Callee, asked: dict[str, Any], scaling: float, key: Tensor) -> None:
-    """Hand the model's scale on. Where the formula has none, only the usual `Dk^-0.5` may be left out.
+def _put_segments(attention: Callee, asked: dict[str, Any], segments: tuple[Tensor, Tensor]) -> None:
+    """Sequences packed in one row do not see each other; nothing is added where the model's mask says so already."""
+    mask = asked.get("mask")
+    if isinstance(mask, AttentionMask) and mask.segments is not None:
+        return
+    if attention.capabilities.segments or not attention.capabilities.mask or isinstance(mask, AttentionMask):
+        asked["segments"] = segments
+        return
+    same = segments[0][:, None, :, None] == segments[1][:, None, None, :]  # [B, 1, Lq, Lk]
+    asked["mask"] = same if mask is None else mask & same
 
-    Layers always pass a scale; `Dk^-0.5` is what scaled dot product means and says nothing else. A formula
-    whose normaliser cancels a scale has no place for it; an unusual one is passed on and refused by the gate.
+
+def _put_scale(attention: Callee, asked: dict[str, Any], scaling: float, query: Tensor) -> Tensor:
+    """Hand the model's scale on, and return the query that goes with it.
+
+    A model's scores are `scaling * q k^T`. Where the formula has no scale, its features stand for queries whose scores have the
+    usual `Dk^-0.5`, and the variant says what a query with another scale is multiplied by: 1 for `Dk^-0.5`, and `Dk^0.5` where
+    the model has scaled the query before and passes 1 (Whisper, OPT), or never scales (T5). A model gives the same whether it
+    scales the query or passes the scale. Where the variant says nothing, the scale is passed on and refused by the gate.
     """
     own = attention.default_scale()
     if own is not None and abs(scaling - own) <= _SAME * own:
-        return
-    if not attention.capabilities.scale and abs(scaling - key.shape[3] ** -0.5) <= 1e-6 * scaling:
-        return
-    asked["scale"] = scaling
+        return query
+    if attention.capabilities.scale:
+        asked["scale"] = scaling
+        return query
+    usual = query.shape[3] ** -0.5
+    if abs(scaling - usual) <= 1e-6 * usual:
+        return query
+    factor = attention.query_factor(scaling)
+    if factor is None:
+        asked["scale"] = scaling
+        return query
+    return query * factor
+
+
+def _put_dropout(attention: Callee, asked: dict[str, Any], dropout: float, module: nn.Module) -> None:
+    if not attention.capabilities.dropout:
+        setting = dropout_setting(getattr(module, "config", None), dropout)
+        where = f"config.{setting} = 0.0" if setting else "the dropout of its attention to 0.0 in its config"
+        raise UnsupportedRequest(
+            f"{attention.name} does not support dropout_p > 0, and {type(module).__name__} in training drops attention weights "
+            f"at {dropout}; make the model with {where}, or call model.eval()"
+        )
+    asked["dropout_p"] = dropout
+
+
+def _of_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where one side has batch 1, as learned queries have: that side for every element of the batch."""
+    if query.shape[0] == 1:
+        return query.expand(key.shape[0], -1, -1, -1), key, value
+    if key.shape[0] == 1:
+        return query, key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+    return query, key, value

@@ -71,6 +71,9 @@ class InstalledAttention(nn.Module):
     def default_scale(self) -> float | None:
         return self.attention.default_scale()
 
+    def query_factor(self, scale: float) -> float | None:
+        return self.attention.query_factor(scale)
+
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """What the layer's call says that its implementation is not told: its input, and where its state is."""
         self._source = source_of(args, kwargs) if self.gate_projections else None

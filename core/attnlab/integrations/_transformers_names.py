@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attnlab._gate import run_while_tracing
+from attnlab._gate import run_while_tracing, shape_of
 from attnlab._remembered import Remembered
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput
@@ -20,7 +20,10 @@ def by_name(variant: str) -> Source:
     """Instances of a parameter-free variant, made on first use for each set of sizes."""
 
     def find(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Attention:
-        (_, heads, _, width), (_, kv_heads, _, key_dim), value_dim = query.shape, key.shape, value.shape[3]
+        shapes = (query.shape, key.shape, value.shape)
+        if torch._C._get_tracing_state() is not None:
+            shapes = shape_of(query), shape_of(key), shape_of(value)  # type: ignore[assignment]
+        (_, heads, _, width), (_, kv_heads, _, key_dim), (*_, value_dim) = shapes
         sizes = (variant, heads, kv_heads, width, key_dim, value_dim)
         # A graph asks each time: what it has looked up once it takes for the whole dict.
         if torch.compiler.is_compiling():

@@ -77,8 +77,8 @@ def test_a_call_that_differs_is_judged_by_itself(pair, masked):
     mask, (query, key, value) = padded(make) if masked else None, inputs()
     for _ in range(2):
         plain, _ = function(Layer(), query, key, value, mask, scaling=8**-0.5)
-    with pytest.raises(UnsupportedRequest, match="the model passes rotary_magic"):
-        function(Layer(), query, key, value, mask, scaling=8**-0.5, rotary_magic=1)
+    with pytest.raises(UnsupportedRequest, match="the model passes block_indices"):
+        function(Layer(), query, key, value, mask, scaling=8**-0.5, block_indices=1)
     if not masked:
         with pytest.raises(UnsupportedRequest, match="a window of 3 keys"):
             function(Layer(), query, key, value, mask, scaling=8**-0.5, sliding_window=3)
