@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from attnlab.cli import dispatch, terminal
 
     terminal.prepare()
+    if argv is None:
+        os.environ["PYTHONSAFEPATH"] = (
+            "1"  # worker processes start by `-c`: the working directory runs nothing there either
+        )
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = dispatch.run(words, in_process=argv is not None)

@@ -21,7 +21,6 @@ from attnlab.registry.fields import kind
 from attnlab.registry.layers import LayerFile
 from attnlab.registry.rows import Fault, Row
 
-
 LONGEST_CHAIN = 8  # names of a chain of presets that a message repeats
 
 
@@ -244,6 +243,8 @@ def _withhold_shared_hf_names(entries: dict[str, Entry]) -> list[str]:
         for entry in sharing:
             entry.shares_hf_name = len(trusted) != 1 or entry is not trusted[0]
         places = " and ".join(f"{e.name!r} of {e.where}" for e in sharing[:LONGEST_CHAIN])
-        keeps = f"only {trusted[0].name!r} has it" if len(trusted) == 1 else "neither has it until one is changed"
+        keeps = (
+            f"only {trusted[0].name!r} has it" if len(trusted) == 1 else "neither has it until one is changed"
+        )
         problems.append(f"hf_name {name!r} is given by {places}; {keeps}")
     return problems

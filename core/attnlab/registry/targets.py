@@ -27,8 +27,10 @@ from attnlab.registry.yaml_reader import read_file
 
 __path__: list[str] = []  # which makes the modules of targets this one's children
 
-IN_CHILDREN = "ATTNLAB_TARGETS_RUN"  # environment variable: digests that this process ran, so its children may
-_NAME = re.compile(re.escape(__name__) + r"\.\w*_(?P<digest>[0-9a-f]{16})_(?P<place>[a-z2-7]+)")
+IN_CHILDREN = (
+    "ATTNLAB_TARGETS_RUN"  # environment variable: digests that this process ran, so its children may
+)
+_NAME = re.compile(re.escape(__name__) + r"\.\w*_[0-9a-f]{16}_(?P<place>[a-z2-7]+)")
 _lock = threading.RLock()
 _guarded: dict[str, Path] = {}  # modules of found files' targets -> the registry file
 
@@ -88,15 +90,15 @@ def _module_name(yaml_path: Path, target: str, identity: str) -> str:
     return f"{__name__}.{stem}_{identity[:16]}_{base64.b32encode(place).decode('ascii').rstrip('=').lower()}"
 
 
-def _place_of(name: str) -> tuple[Path, str, str] | None:
-    """The registry file, the target and the digest that a module's name tells; None for a name of another kind."""
+def _place_of(name: str) -> tuple[Path, str] | None:
+    """The registry file and the target that a module's name tells; None for a name of another kind."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     text = match["place"].upper()
     try:
         yaml_path, _, target = base64.b32decode(text + "=" * (-len(text) % 8)).partition(b"\0")
-        return Path(os.fsdecode(yaml_path)), target.decode("utf-8"), match["digest"]
+        return Path(os.fsdecode(yaml_path)), target.decode("utf-8")
     except ValueError:
         return None
 
@@ -116,7 +118,7 @@ def load_again(name: str) -> ModuleType | None:
     place = _place_of(name)
     if place is None:
         return None
-    yaml_path, target, digest = place
+    yaml_path, target = place
     try:
         yaml_path = _current_file(yaml_path, target)
         data = read_file(yaml_path)
@@ -131,7 +133,9 @@ def load_again(name: str) -> ModuleType | None:
                 f"files, then run: attnlab trust {yaml_path}, or name the file with ATTNLAB_REGISTRY"
             )
     except RegistryFileError as error:
-        raise VariantUnavailable(f"{target}: what is loaded needs this target of {yaml_path}: {error}") from error
+        raise VariantUnavailable(
+            f"{target}: what is loaded needs this target of {yaml_path}: {error}"
+        ) from error
     return run_target(yaml_path, target, source, found=needed)
 
 
@@ -185,7 +189,9 @@ class _Guard(importlib.abc.MetaPathFinder):
         yaml_path = _importing(sys._getframe(1))
         if yaml_path is None or os.environ.get("ATTNLAB_TRUST") == "1":
             return None
-        spec = next((s for f in sys.meta_path if f is not self and (s := f.find_spec(fullname, path, target))), None)
+        spec = next(
+            (s for f in sys.meta_path if f is not self and (s := f.find_spec(fullname, path, target))), None
+        )
         origin = spec.origin if spec is not None and spec.has_location else None
         if spec is None or origin is None or not below(origin, folders_of(yaml_path)):
             return spec

@@ -137,7 +137,9 @@ def target_file(yaml_path: Path, target: str) -> Path:
     try:
         found = Path(os.path.realpath(folder / target))
     except ValueError as error:  # text that the file system's encoding lacks
-        raise RegistryFileError(f"{yaml_path}: no file can have the path of the target {target!a}: {error}") from None
+        raise RegistryFileError(
+            f"{yaml_path}: no file can have the path of the target {target!a}: {error}"
+        ) from None
     if not found.is_relative_to(folder):
         raise RegistryFileError(
             f"{yaml_path}: the target {target} leads to {found}, which is not below {folder}"
@@ -171,7 +173,9 @@ def _read(yaml_path: Path, file: Path) -> bytes:
         return read_regular(file, MAX_BYTES)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise RegistryFileError(f"{yaml_path}: {file}, which a target imports, cannot be read: {why}") from None
+        raise RegistryFileError(
+            f"{yaml_path}: {file}, which a target imports, cannot be read: {why}"
+        ) from None
 
 
 def _everything() -> bool:

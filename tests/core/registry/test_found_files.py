@@ -107,7 +107,10 @@ def said_at_first_use(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 def test_the_first_use_says_which_found_file_a_name_comes_from(
     project: Path, write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:  # F18
-    file = write("project/attnlab.yaml", f"{HEAD}  soft: {{extends: other, replaces: true}}\n  own: {{extends: soft}}\n")
+    file = write(
+        "project/attnlab.yaml",
+        f"{HEAD}  soft: {{extends: other, replaces: true}}\n  own: {{extends: soft}}\n",
+    )
     (words,) = said_at_first_use(caplog, "soft")
     assert "'soft' stays the variant of" in words
     assert f"run: attnlab trust {file}" in words

@@ -209,7 +209,9 @@ def test_a_damaged_store_vouches_for_nothing_and_is_mended(clone: Path, tmp_path
 
 
 @pytest.mark.parametrize("version", ["2", '"2"', "1.5"])
-def test_a_store_of_another_version_is_left_as_it_is(clone: Path, tmp_path: Path, version: str) -> None:  # F42
+def test_a_store_of_another_version_is_left_as_it_is(
+    clone: Path, tmp_path: Path, version: str
+) -> None:  # F42
     content = f'{{"version": {version}, "files": {{"/x": {{}}}}, "more": 1}}'
     store = tmp_path / "home" / "trust.json"
     store.parent.mkdir(exist_ok=True)
