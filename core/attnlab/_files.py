@@ -76,7 +76,7 @@ def locked(path: str | os.PathLike[str], patience: float = LOCK_PATIENCE) -> Ite
     target = Path(f"{os.fspath(path)}.lock")
     target.parent.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + patience
-    with open(target, "ab") as file:
+    with open(target, "ab", opener=_without_waiting) as file:  # a pipe would be waited for
         while (got := _try_lock(file)) is False:
             _wait(until, target)
         exclusive = target.with_name(f"{target.name}.exclusive")

@@ -82,10 +82,11 @@ class Registry:
         `PluginError` (the plugin is broken); `RegistryFileError` (the name's rows are).
         """
         entry = self._entry(name)
-        if refusal := refuse(entry):
+        loaded = self._classes.get(name)
+        if refusal := refuse(entry, loaded=loaded is not None):
             raise refusal.raised_for(name)
-        if name in self._classes:
-            return self._classes[name]
+        if loaded is not None:
+            return loaded
         from attnlab.registry.loading import load_class
 
         try:

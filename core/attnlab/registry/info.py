@@ -104,14 +104,19 @@ def describe(entry: Entry, failure: str | None) -> VariantInfo:
     )
 
 
-def refuse(entry: Entry) -> Refusal | None:
-    """What speaks against using the variant, found without importing its code; None where nothing does."""
+def refuse(entry: Entry, loaded: bool = False) -> Refusal | None:
+    """What speaks against using the variant, found without importing its code; None where nothing does.
+
+    loaded: whether its class is in memory, so that it does not matter any more what became of the files.
+    """
     if entry.spoiled:
         return Refusal(RegistryFileError, entry.spoiled)
     off = disabled()
     for name in (entry.name, entry.home.name):
         if normalised(name) in off:
             return Refusal(VariantUnavailable, f"{name!r} is disabled by ATTNLAB_DISABLE")
+    if loaded:
+        return None
     facts = entry.facts
     if (wanted := facts.get("api_version")) is not None and (mismatch := api_mismatch(entry, wanted)):
         return Refusal(PluginError, mismatch)
@@ -151,7 +156,9 @@ def exists(module: str) -> bool:
         return sys.modules[module] is not None
     try:
         return importlib.util.find_spec(module) is not None
-    except Exception:  # a foreign import hook may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a foreign import hook may raise anything
         return False
 
 
@@ -206,7 +213,9 @@ def _spec(module: str) -> importlib.machinery.ModuleSpec | bool | None:
                 return None
             name = ".".join(module.split(".")[:depth])
             spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    except Exception:  # a foreign import hook, or a namespace package that only an import resolves
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a foreign import hook, or a namespace package that only an import resolves
         return True
     return spec
 

@@ -145,7 +145,9 @@ def _folders(package: str) -> list[Path]:
     try:
         spec = importlib.util.find_spec(package)
         return [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    except Exception:  # a foreign import hook may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a foreign import hook may raise anything
         return []
 
 

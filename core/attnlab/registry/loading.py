@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attnlab._quoting import abridged, quoted, short
+from attnlab._quoting import abridged, quoted, short, words_of
 from attnlab.errors import AttnlabError, PluginError, VariantUnavailable, nearest
 from attnlab.registry import devices, trust
 from attnlab.registry.fields import Target
@@ -79,7 +79,9 @@ def _import(entry: Entry, target: Target) -> ModuleType:
         hint = _beside(entry, target, error) or _what_to_do(error, own)
         what = f"cannot be imported: {cause(error)}{'; ' if hint else ''}{hint}"
         raise VariantUnavailable(f"{subject(entry)}: {what}") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # A stranger's module ran: it may raise anything, and a script that is no module calls sys.exit.
         what = f"cannot be imported: {cause(error)}; the plugin is broken"
         raise PluginError(f"{subject(entry)}: {what}") from error
@@ -142,7 +144,9 @@ def _attribute(entry: Entry, module: ModuleType, name: str) -> Any:
         raise PluginError(
             f"{subject(entry)}: the module has no class {quoted(name)}; {nearest(name, classes)}"
         ) from None
-    except Exception as error:  # a module's own __getattr__
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module's own __getattr__
         raise PluginError(f"{subject(entry)}: looking up {quoted(name)} failed: {cause(error)}") from error
 
 
@@ -155,11 +159,12 @@ def subject(entry: Entry) -> str:
 
 def cause(error: BaseException, values: Iterable[object] = ()) -> str:
     """An exception's kind and words, as `sentence` gives them."""
-    return f"{type(error).__name__}: {sentence(error, values)}" if str(error) else type(error).__name__
+    words = sentence(error, values)
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def sentence(error: BaseException, values: Iterable[object] = ()) -> str:
     """An exception's words on one line, with the place for a syntax error; `values` that it repeats are cut."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.msg} ({Path(error.filename).name}, line {error.lineno})"
-    return short(" ".join(abridged(str(error), values).split()), LONGEST_CAUSE)
+    return short(" ".join(abridged(words_of(error), values).split()), LONGEST_CAUSE)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 
+from attnlab._files import read_regular
 from attnlab._quoting import quoted
 from attnlab.errors import RegistryFileError, VariantUnavailable
 from attnlab.registry import trust
@@ -197,7 +198,7 @@ class _Guard(importlib.abc.MetaPathFinder):
             return spec
         real = os.path.realpath(origin)
         try:
-            source = Path(real).read_bytes()
+            source = read_regular(real, trust.MAX_BYTES)
         except OSError:
             source = b""
         if trust.record_of(yaml_path).imports.get(real) != trust.digest(source):
