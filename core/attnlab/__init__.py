@@ -4,7 +4,8 @@ Everything public is here and resolved on first use (PEP 562), so `import attnla
 registry import no torch. The names below are the stable surface; see README, "Stability".
 """
 
-from __future__ import annotations
+# First, and before anything that the working directory could bring under the name of Python's own.
+from attnlab import _safe_path as _safe_path  # isort: skip
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attnlab._quoting import short
+from attnlab._quoting import short, words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def announcements(group: str) -> tuple[list[Announcement], list[str]]:
             except Exception as error:
                 # Whatever the parser makes of its metadata: this package is left out, and no other.
                 where = getattr(distribution, "_path", None) or "an installed package"
-                why = short(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+                why = short(f"{type(error).__name__}: {words_of(error)}", 300)
                 problems.append(f"{where}: its entry points cannot be read ({why})")
     unique: dict[tuple[str, str, str], Announcement] = {}
     for point in found:

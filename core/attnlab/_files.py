@@ -10,9 +10,13 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+
+LOCK_PATIENCE = 30.0  # seconds that a lock of another process is waited for
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
@@ -60,6 +64,69 @@ def append_line_durable(path: str | os.PathLike[str], line: str) -> None:
         while data:
             data = data[file.write(data) :]
         os.fsync(file.fileno())
+
+
+@contextmanager
+def locked(path: str | os.PathLike[str], patience: float = LOCK_PATIENCE) -> Iterator[None]:
+    """While the body runs, no other process or thread is in a `locked` of the same path. Missing folders are made.
+
+    The lock is the system's, on a file `PATH.lock` that stays: it ends with the process, however that ends. Where the file
+    system has no such locks, a file that only one can make is the lock. Raises `TimeoutError`, an `OSError`, after `patience`.
+    """
+    target = Path(f"{os.fspath(path)}.lock")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + patience
+    with open(target, "ab", opener=_without_waiting) as file:  # a pipe would be waited for
+        while (got := _try_lock(file)) is False:
+            _wait(until, target)
+        exclusive = target.with_name(f"{target.name}.exclusive")
+        if got is None:
+            while not _made(exclusive):
+                _wait(until, exclusive)
+        try:
+            yield
+        finally:
+            if got is None:
+                exclusive.unlink(missing_ok=True)
+            # Closing the file ends the system's lock.
+
+
+def _try_lock(file: IO[bytes]) -> bool | None:
+    """Whether this process has the lock on an open file now; None where the system or the file system has no locks."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        return None
+    except OSError as error:
+        taken = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
+        return False if error.errno in taken else None
+    return True
+
+
+def _made(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _wait(until: float, lock: Path) -> None:
+    if time.monotonic() > until:
+        raise TimeoutError(
+            errno.ETIMEDOUT,
+            f"another process holds the lock {lock}; end it, or remove the file if there is none",
+            lock,
+        )
+    time.sleep(0.02)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:

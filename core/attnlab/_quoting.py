@@ -5,6 +5,7 @@ Needs only the standard library; anything in attnlab may import it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 LONGEST = 60  # characters of one value that a message repeats
@@ -21,9 +22,42 @@ def quoted(value: object) -> str:
         return repr(short(value))
     try:
         return short(" ".join(repr(value).split()))
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         # A stranger's __repr__ may raise anything, and Python's own does for an int of 4301 digits.
         return f"a value of type {type(value).__name__}"
+
+
+def words_of(error: BaseException) -> str:
+    """An exception's own words on one line; "" where it has none or its `__str__` raises.
+
+    For exceptions of strangers. `KeyboardInterrupt` passes.
+    """
+    try:
+        return " ".join(str(error).split())
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a stranger's __str__ may raise anything
+        return ""
+
+
+# What a terminal acts on, or what hides or reorders the text around it: controls but tab and line feed, bidirectional
+# controls, line separators, invisible characters but the joiners that scripts need, tags.
+_ACTING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would act on as an escape: `\\x1b`, `\\u202e`. Tabs and line feeds stay."""
+    return _ACTING.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    point = ord(match[0])
+    return f"\\x{point:02x}" if point < 0x100 else f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"
 
 
 def abridged(message: str, values: Iterable[object], limit: int = LONGEST) -> str:
@@ -34,7 +68,9 @@ def abridged(message: str, values: Iterable[object], limit: int = LONGEST) -> st
     for value in values:
         try:
             shapes = {repr(value), str(value)}
-        except Exception:  # as in `quoted`; a message cannot repeat what cannot be written
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # as in `quoted`; a message cannot repeat what cannot be written
             continue
         for text in sorted(shapes, key=len, reverse=True):
             if len(text) > limit and text in message:

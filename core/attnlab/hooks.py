@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,14 @@ from typing import Any
 import pluggy
 
 from attnlab._entry_points import Announcement, announcements, disabled, normalised
+from attnlab._quoting import quoted, words_of
 from attnlab.errors import PluginError, nearest
 
 GROUP = "attnlab"
 hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
 _log = logging.getLogger("attnlab.plugins")
+_COMMAND = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 # The harness's own plugin, for a checkout that is on the path but not installed.
 _BUILT_IN = ("evaluations", "attnlab_evaluations.plugin", "attnlab")
@@ -95,7 +98,9 @@ class PluginManager(pluggy.PluginManager):
             self.register(plugin, name=key)
             self._distributions[key] = distribution
             self._refuse_unknown_hooks(plugin)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             # A stranger's module ran: it may raise anything, and a script that is no plugin calls sys.exit.
             if plugin is not None and self.get_name(plugin) == key:
                 self.unregister(plugin)
@@ -104,7 +109,7 @@ class PluginManager(pluggy.PluginManager):
     def record(self, name: str, distribution: str, error: BaseException | str) -> None:
         """Remember why a plugin, or one of its hooks, was left out, and log it as a warning."""
         if isinstance(error, BaseException):
-            words = " ".join(str(error).split())
+            words = words_of(error)
             plain = isinstance(error, PluginError) and words
             error = words if plain else f"{type(error).__name__}: {words}" if words else type(error).__name__
         fault = LoadError(name, distribution, error)
@@ -129,19 +134,18 @@ class PluginManager(pluggy.PluginManager):
                 continue
             try:
                 returned = implementation.function()
-            except (Exception, SystemExit) as error:
-                # A stranger's hook may raise anything: it costs that plugin its items, and no other.
+                if not isinstance(returned, list | tuple):
+                    raise PluginError(f"{hook} must return a list, got {type(returned).__name__}")
+                for item in returned:
+                    if fault := fault_of(item) or _item_fault(hook, item, plugin, taken):
+                        self.record(plugin, self.distribution_of(plugin), fault)
+                    else:
+                        items.append(item)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                # A stranger's hook may raise anything, and so may its items: it costs that plugin the rest of them.
                 self.record(plugin, self.distribution_of(plugin), error)
-                continue
-            if not isinstance(returned, list | tuple):
-                got = f"{hook} must return a list, got {type(returned).__name__}"
-                self.record(plugin, self.distribution_of(plugin), got)
-                continue
-            for item in returned:
-                if fault := fault_of(item) or _item_fault(hook, item, plugin, taken):
-                    self.record(plugin, self.distribution_of(plugin), fault)
-                else:
-                    items.append(item)
         return items
 
     def distribution_of(self, plugin: str) -> str:
@@ -189,7 +193,7 @@ def _built_in(points: list[Announcement]) -> list[tuple[str, str, Callable[[], A
     package = module.partition(".")[0]
     try:
         here = importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
+    except Exception:  # a foreign import hook may raise anything
         here = False
     announced = any(p.value == module for p in points)
     return (
@@ -204,15 +208,18 @@ def _require_api_version(plugin: Any) -> None:
     found = getattr(plugin, "api_version", API_VERSION)
     if found != API_VERSION:
         raise PluginError(
-            f"it is written for api_version {found!r}, this attnlab provides {API_VERSION}; "
+            f"it is written for api_version {quoted(found)}, this attnlab provides {API_VERSION}; "
             f"install a release of it for api_version {API_VERSION}, or another attnlab"
         )
 
 
 def _item_fault(hook: str, item: Any, plugin: str, taken: dict[str, str]) -> str:
     """Why an item of a hook cannot be used, "" where it can; enters its name in `taken`."""
-    if hook == "attnlab_commands" and not isinstance(item, Command):
-        return f"{hook} must return Command objects, got {type(item).__name__}"
+    if hook == "attnlab_commands":
+        if not isinstance(item, Command):
+            return f"{hook} must return Command objects, got {type(item).__name__}"
+        if not isinstance(item.name, str) or not _COMMAND.fullmatch(item.name) or not isinstance(item.help, str):
+            return f"{hook}: a command's name is a word of letters, digits, - and _, and its help is text; got {quoted(item)}"
     name = getattr(item, "name", None)
     if isinstance(name, str):
         if name in taken:

@@ -1,4 +1,4 @@
-"""One line of progress on stderr, for people only. Needs only the standard library.
+"""One line of progress on stderr, for people only. Needs no torch.
 
 Nothing is written where stderr is not a terminal. No colour is used, so NO_COLOR needs no case.
 """
@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from attnlab._quoting import printable
+
 
 class Progress:
     """A line that replaces itself: `[ 12 s] sweep: length 1024, causal: forward`."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.stream = sys.stderr if stream is None else stream
+        # The command line's stderr shows a carriage return as an escape; the stream behind it moves the line.
+        self.stream: TextIO = getattr(sys.stderr, "raw", sys.stderr) if stream is None else stream
         self._clock = clock
         self._began = clock()
         self._width = 0
@@ -27,7 +30,7 @@ class Progress:
         if not self.shown:
             return
         room = max(1, shutil.get_terminal_size().columns - 1)  # a wrapped line could not replace itself
-        line = f"[{self._clock() - self._began:4.0f} s] {text}"[:room]
+        line = printable(f"[{self._clock() - self._began:4.0f} s] {text}")[:room]
         encoding = getattr(self.stream, "encoding", None) or "ascii"
         line = line.encode(encoding, "replace").decode(encoding)
         self.stream.write("\r" + line + " " * max(0, self._width - len(line)))

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from attnlab._quoting import abridged
+from attnlab._quoting import abridged, words_of
 from attnlab.errors import AttnlabError
 
 __all__ = ["main"]
@@ -25,12 +25,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv` are the words after the program's name, by default the process's own. `ATTNLAB_DEBUG=1` shows the
     traceback of any error.
     """
-    from attnlab.cli import dispatch, terminal
+    from attnlab.cli import terminal
 
     terminal.prepare()
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # Worker processes start by `-c`: the working directory runs nothing there either.
+        os.environ["PYTHONSAFEPATH"] = "1"
+    with terminal.escaping():
+        return _run(list(sys.argv[1:] if argv is None else argv), in_process=argv is not None)
+
+
+def _run(words: list[str], *, in_process: bool) -> int:
+    """The exit code of a command line, with every error as a sentence on stderr."""
+    from attnlab.cli import dispatch, terminal
+
     try:
-        code = dispatch.run(words, in_process=argv is not None)
+        code = dispatch.run(words, in_process=in_process)
         sys.stdout.flush()
         return code
     except SystemExit as stop:  # argparse's --help, or a plugin's command
@@ -43,24 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return READER_GONE
     except AttnlabError as problem:
         _traceback_if_asked()
-        terminal.say(_abridged(str(problem), words))
+        terminal.say(_abridged(words_of(problem), words))
         return WRONG_USE
     except ImportError as problem:
         _traceback_if_asked()
-        terminal.say(f"{problem}; this command needs what cannot be imported, see `attnlab doctor`")
+        terminal.say(f"{words_of(problem)}; this command needs what cannot be imported, see `attnlab doctor`")
         return WRONG_USE
     except OSError as problem:
         _traceback_if_asked()
         terminal.abandon_output()
-        what = f"{problem.filename or 'reading or writing'}: {problem.strerror or problem}"
+        what = f"{problem.filename or 'reading or writing'}: {problem.strerror or words_of(problem)}"
         terminal.say(_abridged(what, words))
         return WRONG_USE
-    except Exception as problem:
+    except BaseException as problem:
         # The last resort: what nobody foresaw is told as a fault, never shown as a traceback.
         if _traceback_if_asked():
             return OUR_FAULT
         terminal.say(
-            f"unexpected {type(problem).__name__}: {problem}; this is a fault of attnlab or of a plugin: "
+            f"unexpected {type(problem).__name__}: {words_of(problem)}; this is a fault of attnlab or of a plugin: "
             "please report it with the output of `ATTNLAB_DEBUG=1 attnlab ...` and `attnlab doctor`"
         )
         return OUR_FAULT
@@ -77,7 +87,7 @@ def _code_of(stop: SystemExit) -> int:
         return stop.code or SUCCESS
     from attnlab.cli import terminal
 
-    terminal.say(str(stop.code))
+    terminal.say(words_of(stop))
     return WRONG_USE
 
 

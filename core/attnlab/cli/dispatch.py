@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NoReturn
 
-from attnlab._quoting import quoted
-from attnlab.errors import InvalidInput, PluginError, nearest
+from attnlab._quoting import quoted, words_of
+from attnlab.errors import AttnlabError, InvalidInput, PluginError, nearest
 
 # name -> (module with configure and run, one line of help)
 CORE = {
@@ -103,14 +103,35 @@ def parse(
         found = find_command(name, CORE)
         if found is None:
             raise InvalidInput(f"no command is called {quoted(name)}; {nearest(name, _all_names())}")
-        parser.description = found.help
+        parser.description = _plain(found.help)
         configure, execute = found.configure, found.run
-    configure(parser)
     _add_registry(parser)
-    args = parser.parse_args(rest)
+    if name in CORE:
+        configure(parser)
+        args = parser.parse_args(rest)
+    else:
+        args = _arguments_of_a_plugin(name, configure, parser, rest)
     args.registry = [*registry, *(args.registry or [])]
     args.command = name
     return execute, args
+
+
+def _arguments_of_a_plugin(
+    name: str, configure: Callable[[argparse.ArgumentParser], None], parser: Parser, rest: list[str]
+) -> argparse.Namespace:
+    """What a plugin's command is called with. Raises `PluginError` where the plugin's part of the parser fails."""
+    try:
+        configure(parser)
+        return parser.parse_args(rest)
+    except (AttnlabError, KeyboardInterrupt, SystemExit):  # SystemExit: --help
+        raise
+    except argparse.ArgumentError as error:
+        hint = "; --registry, -h and --help are attnlab's own" if "conflicting" in str(error) else ""
+        raise PluginError(f"{name}: the command's arguments cannot be used: {words_of(error)}{hint}") from error
+    except BaseException as error:
+        raise PluginError(
+            f"{name}: the command's arguments cannot be used: {type(error).__name__}: {words_of(error)}"
+        ) from error
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -173,10 +194,15 @@ def _print_help(top: Parser) -> None:
     from attnlab.cli.plugin_commands import plugin_commands
 
     rows = [(name, summary) for name, (_, summary) in CORE.items()]
-    rows += [(command.name, command.help) for command in plugin_commands(CORE)]
+    rows += [(command.name, _plain(" ".join(command.help.split()))) for command in plugin_commands(CORE)]
     commands = "\n".join(f"  {name:<11}{summary}" for name, summary in sorted(rows))
     top.epilog = f"commands:\n{commands}\n\n{EXAMPLES}"
     top.print_help(sys.stdout)
+
+
+def _plain(text: str) -> str:
+    """A text that argparse shows as it is, whatever a plugin wrote into it."""
+    return text.replace("%", "%%") if "%(prog)" in text else text
 
 
 def _all_names() -> list[str]:

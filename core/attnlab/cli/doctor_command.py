@@ -14,6 +14,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from attnlab._safe_path import WITHOUT_WORKING_DIRECTORY
 from attnlab.cli import tables, terminal
 from attnlab.cli.list_command import by_reason
 
@@ -108,7 +109,7 @@ def ask_torch() -> tuple[dict[str, Any] | None, str | None]:
     """What torch says of itself, and a sentence where it cannot be imported."""
     try:
         child = subprocess.run(
-            [sys.executable, "-c", ASK_TORCH],
+            [sys.executable, "-c", WITHOUT_WORKING_DIRECTORY + ASK_TORCH],
             capture_output=True,
             text=True,
             errors="replace",

@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attnlab._quoting import printable
+
 FORMATS = ("table", "json", "csv", "markdown")
 GAP = "  "
 ELLIPSIS = "..."
@@ -48,7 +50,9 @@ def as_json(value: Any) -> str:
 
     from attnlab.cli.terminal import speaks_unicode
 
-    return json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(), default=str)
+    text = json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(), default=str)
+    # What a terminal would act on is escaped as JSON has it, so that programs read the text as it was.
+    return "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text) if printable(text) != text else text
 
 
 def as_csv(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

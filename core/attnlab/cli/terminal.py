@@ -4,19 +4,59 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import Any, TextIO
 
-from attnlab._quoting import short
+from attnlab._quoting import printable, short
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 PATIENCE = 2.0  # seconds before a progress line appears
 LONGEST_LINE = 8000  # characters of one line on stderr
+_PARTS = re.compile("(\x0e[0-9]{1,2}\x0f)")  # what `paint` puts around a text: a colour's number between shift-out and -in
+_PAINT = re.compile("\x0e([0-9]{1,2})\x0f")
+
+
+class Escaping:
+    """A text stream that shows what a terminal would act on as an escape, but for what `paint` makes.
+
+    Every text on its way to a person passes it: a registry file's, a plugin's, an exception's. `raw` is the stream behind.
+    """
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        self.raw.write(_PAINT.sub("\033[\\1m", _escaped(text)))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+@contextmanager
+def escaping() -> Iterator[None]:
+    """While the body runs, `sys.stdout` and `sys.stderr` are `Escaping`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (s if isinstance(s, Escaping) else Escaping(s) for s in before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def raw(stream: TextIO) -> TextIO:
+    """The stream behind an `Escaping`, for lines that are rewritten in place."""
+    return stream.raw if isinstance(stream, Escaping) else stream
 
 
 def prepare() -> None:
@@ -32,11 +72,17 @@ def prepare() -> None:
 
 def shown(text: str, stream: TextIO | None = None) -> str:
     """`text` as `stream` (default stdout) will show it, so that widths are those of the screen."""
+    text = _escaped(text)
     encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
     try:
         return text.encode(encoding, "backslashreplace").decode(encoding)
     except LookupError:
         return text
+
+
+def _escaped(text: str) -> str:
+    """`printable`, with the marks of `paint` as they are."""
+    return "".join(part if _PAINT.fullmatch(part) else printable(part) for part in _PARTS.split(text))
 
 
 def speaks_unicode(stream: TextIO | None = None) -> bool:
@@ -66,10 +112,10 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def paint(text: str, colour: str) -> str:
-    """`text` in a colour where stdout is a terminal that shows colour and `NO_COLOR` is unset or empty."""
+    """`text` between marks that `Escaping` makes a colour of, where stdout is a terminal that shows colour and `NO_COLOR` is unset or empty."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not is_terminal(sys.stdout):
         return text
-    return f"\033[{COLOURS[colour]}m{text}\033[0m"
+    return f"\x0e{COLOURS[colour]}\x0f{text}\x0e0\x0f"
 
 
 def width() -> int | None:
@@ -97,7 +143,7 @@ def progress(text: str) -> Iterator[Line]:
     def tick() -> None:
         wait = PATIENCE
         while not done.wait(wait):
-            sys.stderr.write(f"\r\033[K{line.text} ... {time.monotonic() - started:.0f} s ")
+            raw(sys.stderr).write(f"\r\033[K{printable(line.text)} ... {time.monotonic() - started:.0f} s ")
             sys.stderr.flush()
             wait = 1.0
 
@@ -109,5 +155,5 @@ def progress(text: str) -> Iterator[Line]:
         done.set()
         ticker.join()
         if time.monotonic() - started > PATIENCE:
-            sys.stderr.write("\r\033[K")
+            raw(sys.stderr).write("\r\033[K")
             sys.stderr.flush()

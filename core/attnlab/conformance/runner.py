@@ -178,7 +178,9 @@ def _outcome(subject: Subject, planned: Planned, expected: KnownFailure | None) 
                 _one_line(fault) or f"{subject.name}: an assert without a message failed",
             )
             status, message = _expected(status, message, expected, fault)
-        except (Exception, SystemExit) as fault:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as fault:  # a variant's own code may raise anything
             message = f"{where(subject.probe, case)}: {unexpected(fault)}"
             status, message = _expected("error", message, expected, fault)
     return status, message

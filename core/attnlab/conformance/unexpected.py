@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import attnlab
+from attnlab._quoting import words_of
 
 # What the exception's text says -> what usually causes it, and what to do.
 ADVICE = (
@@ -51,10 +52,7 @@ def unexpected(fault: BaseException) -> str:
     """`RuntimeError where none was expected: <text>, at my_variant.py:23 in attend. <advice>`."""
     if os.environ.get("ATTNLAB_DEBUG"):
         traceback.print_exception(fault)
-    try:
-        text = " ".join(str(fault).split())
-    except Exception:  # an exception whose own __str__ raises
-        text = "its message cannot be read"
+    text = words_of(fault) or "it has no words that can be read"
     advice = next((told for words, told in ADVICE if words in text.lower()), "")
     advice = f"{advice[0].upper()}{advice[1:]}" if advice else "ATTNLAB_DEBUG=1 prints the traceback"
     return f"{type(fault).__name__} where none was expected: {text.rstrip('.')}{_place(fault)}. {advice}"

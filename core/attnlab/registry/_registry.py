@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ from attnlab.registry.yaml_reader import parse, read_file
 
 if TYPE_CHECKING:
     from attnlab.interface import Attention
+
+_log = logging.getLogger("attnlab.registry")
 
 # Facts that register() takes beside summary and replaces; the class itself is the target.
 _FACTS = tuple(k for k in CHECKS if k not in ("target", "extends", "summary", "replaces", "api_version"))
@@ -79,10 +82,11 @@ class Registry:
         `PluginError` (the plugin is broken); `RegistryFileError` (the name's rows are).
         """
         entry = self._entry(name)
-        if refusal := refuse(entry):
+        loaded = self._classes.get(name)
+        if refusal := refuse(entry, loaded=loaded is not None):
             raise refusal.raised_for(name)
-        if name in self._classes:
-            return self._classes[name]
+        if loaded is not None:
+            return loaded
         from attnlab.registry.loading import load_class
 
         try:
@@ -92,6 +96,7 @@ class Registry:
             raise
         self._failures.pop(name, None)
         self._classes[name] = found
+        _say_where_from(entry)
         return found
 
     def create(
@@ -143,7 +148,7 @@ class Registry:
             raise InvalidInput(
                 f"register: {name}: {sorted(taken)[0]!r} is an argument of create() and cannot be an option"
             )
-        if name in self._entries and not replaces:
+        if name in self._entries and self._entries[name].read.trusted and not replaces:
             where = self._entries[name].where
             raise InvalidInput(
                 f"register: {name!r} is already registered by {where}; give replaces=True to replace it"
@@ -202,12 +207,15 @@ class Registry:
             self.files.append(replace(layer, problem=str(error)))
             self._file_problems.append(f"{error} (from {layer.owner})" if layer.owner else str(error))
             return
-        digest = trust.digest(data)
-        if layer.layer in ("user", "project"):
-            targets = [row.target.path for row in rows if row.target and row.target.path]
+        digest, trusted = trust.digest(data), True
+        if layer.named:
+            trust.name(layer.path)
+        elif layer.found:
+            trusted = trust.yaml_trusted(layer.path, digest)
+            targets = list(dict.fromkeys(row.target.path for row in rows if row.target and row.target.path))
             layer = replace(layer, trusted=trust.all_trusted(layer.path, digest, targets))
         self.files.append(layer)
-        self._reads.append(Read(layer, digest, rows, faults))
+        self._reads.append(Read(layer, digest, rows, faults, trusted))
 
     def _entry(self, name: str) -> Entry:
         entry = self._entries.get(name) if isinstance(name, str) else None
@@ -228,3 +236,17 @@ class Registry:
             f"ATTNLAB_DISABLE names {quoted(n)}, which is neither a variant nor a plugin; {nearest(n, known)}"
             for n in unknown
         ]
+
+
+_announced: set[tuple[str, str]] = set()  # names and places that this process has logged
+
+
+def _say_where_from(entry: Entry) -> None:
+    """Log once in a process which file a name comes from, where a file that was found decides it or would like to."""
+    words = entry.rival
+    if not words and entry.read.layer.found:
+        instead = f", in the place of {entry.replaced}" if entry.replaced else ""
+        words = f"the variant {entry.name!r} comes from {entry.where}, a file that was found{instead}"
+    if words and (entry.name, words) not in _announced:
+        _announced.add((entry.name, words))
+        _log.warning("attnlab: %s", words)

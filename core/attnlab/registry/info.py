@@ -10,9 +10,7 @@ import copy
 import importlib.machinery
 import importlib.util
 import os
-import site
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from attnlab._entry_points import disabled, normalised
 from attnlab._quoting import quoted
 from attnlab.errors import AttnlabError, PluginError, RegistryFileError, VariantUnavailable
 from attnlab.registry import devices, trust
+from attnlab.registry.fields import Target
+from attnlab.registry.imports import below, folders_of
 from attnlab.registry.merge import Entry
 
 
@@ -104,14 +104,19 @@ def describe(entry: Entry, failure: str | None) -> VariantInfo:
     )
 
 
-def refuse(entry: Entry) -> Refusal | None:
-    """What speaks against using the variant, found without importing its code; None where nothing does."""
+def refuse(entry: Entry, loaded: bool = False) -> Refusal | None:
+    """What speaks against using the variant, found without importing its code; None where nothing does.
+
+    loaded: whether its class is in memory, so that it does not matter any more what became of the files.
+    """
     if entry.spoiled:
         return Refusal(RegistryFileError, entry.spoiled)
     off = disabled()
     for name in (entry.name, entry.home.name):
         if normalised(name) in off:
             return Refusal(VariantUnavailable, f"{name!r} is disabled by ATTNLAB_DISABLE")
+    if loaded:
+        return None
     facts = entry.facts
     if (wanted := facts.get("api_version")) is not None and (mismatch := api_mismatch(entry, wanted)):
         return Refusal(PluginError, mismatch)
@@ -151,7 +156,9 @@ def exists(module: str) -> bool:
         return sys.modules[module] is not None
     try:
         return importlib.util.find_spec(module) is not None
-    except Exception:  # a foreign import hook may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a foreign import hook may raise anything
         return False
 
 
@@ -159,34 +166,39 @@ def _refuse_target(home: Entry) -> Refusal | None:
     """The target's side: is the file trusted and there, can the module be found, whose folder is it in."""
     target, layer = home.row.target, home.read.layer
     assert target is not None
-    found = not layer.named and layer.layer != "package"
     if target.path:
-        try:
-            source = trust.trusted_source(layer.path, home.read.digest, target.path, needed=found)
-        except RegistryFileError as error:
-            sentence = str(error).removeprefix(f"{layer.path}: ")
-            return Refusal(RegistryFileError, str(home.row.spots["target"].error(sentence)))
-        if source is None:
-            what = (
-                f"the target {target} is in a file that was found, not named, and is not trusted as it is now"
-            )
-            return Refusal(
-                VariantUnavailable, f"{what}; read both files, then run: attnlab trust {layer.path}"
-            )
-        return None
+        return _refuse_file(home, target)
+    if layer.found and not trust.yaml_trusted(layer.path, home.read.digest):
+        return _untrusted(home, target, "it")
     spec = _spec(target.module)
     if spec is None:
         top = target.module.partition(".")[0]
         missing = f"there is no module {target.module!r} (target {target}, from {home.where})"
         hint = f"install the package that has {top!r}" if not exists(top) else "correct the target"
         return Refusal(VariantUnavailable, f"{missing}; {hint}")
-    if found and os.environ.get("ATTNLAB_TRUST") != "1" and (place := _beside(layer.path, spec)):
+    if layer.found and os.environ.get("ATTNLAB_TRUST") != "1" and (place := _beside(layer.path, spec)):
         what = f"the module of {target} is {place}, beside {layer.path}, which was found, not named"
         hint = (
             f"write the target as path/to/file.py:{target.attribute} and run attnlab trust, or name the file"
         )
         return Refusal(VariantUnavailable, f"{what}; {hint} with --registry")
     return None
+
+
+def _refuse_file(home: Entry, target: Target) -> Refusal | None:
+    """What speaks against a path target: its file is missing, elsewhere or, where trust is needed, not trusted."""
+    layer = home.read.layer
+    try:
+        source = trust.trusted_source(layer.path, home.read.digest, target.path, needed=layer.found)
+    except RegistryFileError as error:
+        sentence = str(error).removeprefix(f"{layer.path}: ")
+        return Refusal(RegistryFileError, str(home.row.spots["target"].error(sentence)))
+    return _untrusted(home, target, "both files") if source is None else None
+
+
+def _untrusted(home: Entry, target: Target, read: str) -> Refusal:
+    what = f"the target {target} is in a file that was found, not named, and is not trusted as it is now"
+    return Refusal(VariantUnavailable, f"{what}; read {read}, then run: attnlab trust {home.read.layer.path}")
 
 
 def _spec(module: str) -> importlib.machinery.ModuleSpec | bool | None:
@@ -201,28 +213,23 @@ def _spec(module: str) -> importlib.machinery.ModuleSpec | bool | None:
                 return None
             name = ".".join(module.split(".")[:depth])
             spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    except Exception:  # a foreign import hook, or a namespace package that only an import resolves
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a foreign import hook, or a namespace package that only an import resolves
         return True
     return spec
 
 
 def _beside(yaml_path: Path, spec: importlib.machinery.ModuleSpec | bool) -> Path | None:
-    """Where a module is, if that is below the YAML file's folder and not in an installed environment.
+    """Where a module is, if that is below the YAML file's folder, by a link too, and not in an installed environment.
 
     With the working directory on the path, a cloned folder could otherwise bring a module of its own and
     a registry file that names it.
     """
     if isinstance(spec, bool):
         return None
-    folder = Path(os.path.realpath(yaml_path)).parent
-    paths = sysconfig.get_paths()
-    installed = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    roots = [Path(os.path.realpath(root)) for root in installed]
+    folders = folders_of(yaml_path)
     for origin in (spec.origin, *(spec.submodule_search_locations or ())):
-        if not origin or not os.path.exists(origin):
-            continue
-        place = Path(os.path.realpath(origin))
-        if place.is_relative_to(folder) and not any(place.is_relative_to(root) for root in roots):
-            return place
+        if origin and os.path.exists(origin) and below(origin, folders):
+            return Path(os.path.abspath(origin))
     return None

@@ -31,8 +31,8 @@ class LayerFile:
     """A registry file: where it is, who brought it, and why it cannot be used ("" where it can).
 
     `layer` is `"package"`, `"user"`, `"project"` or `"named"`; `level` orders the layers, and each
-    named file is a level of its own, later over earlier. `trusted` is false while the file has path
-    targets that wait for `attnlab trust`. `owner` is the distribution of a package's file, else "";
+    named file is a level of its own, later over earlier. `trusted` is false for a file that was found, not named, and
+    waits for `attnlab trust`. `owner` is the distribution of a package's file, else "";
     `named_by` the environment variable that named it, else "".
     """
 
@@ -50,6 +50,11 @@ class LayerFile:
         return self.layer == "named"
 
     @property
+    def found(self) -> bool:
+        """Whether the file merely lies where it is looked for, so that it has to be trusted."""
+        return self.layer in ("user", "project")
+
+    @property
     def where(self) -> str:
         """The file, and the distribution that brought it: for messages."""
         return f"{self.path} ({self.owner})" if self.owner else str(self.path)
@@ -65,13 +70,13 @@ def find_layers(
         for layer in named_layers([*listed, *extra_files])
     ]
     found = [*_package_layers(), *_user_layer(), *_project_layer(project_dir)]
-    seen = {_identity(layer.path) for layer in named}
+    seen = {identity(layer.path) for layer in named}
     kept: list[LayerFile] = []
     for layer in found:
-        identity = _identity(layer.path)
-        if layer.problem or identity not in seen:
+        real = identity(layer.path)
+        if layer.problem or real not in seen:
             kept.append(layer)
-            seen.add(identity)
+            seen.add(real)
     return [*kept, *named]
 
 
@@ -79,9 +84,9 @@ def named_layers(paths: Iterable[str | os.PathLike[str]]) -> Iterator[LayerFile]
     """One level for each named file, in order; the same file again keeps its first place."""
     seen: set[str] = set()
     for path in (Path(os.path.expanduser(p)) for p in paths):
-        if _identity(path) not in seen:
+        if identity(path) not in seen:
             yield LayerFile(path, "named", level=_NAMED + len(seen))
-            seen.add(_identity(path))
+            seen.add(identity(path))
 
 
 def _from_environment() -> list[str]:
@@ -140,7 +145,9 @@ def _folders(package: str) -> list[Path]:
     try:
         spec = importlib.util.find_spec(package)
         return [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    except Exception:  # a foreign import hook may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a foreign import hook may raise anything
         return []
 
 
@@ -159,7 +166,8 @@ def _project_layer(project_dir: Path | None) -> Iterator[LayerFile]:
         yield LayerFile(folder / PROJECT_FILE, "project", level=2)
 
 
-def _identity(path: Path) -> str:
+def identity(path: Path) -> str:
+    """A file by its real path, as far as there is one."""
     try:
         return os.path.normcase(os.path.realpath(path))
     except (OSError, ValueError):  # a link that leads to itself, a NUL in the path

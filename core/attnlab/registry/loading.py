@@ -7,29 +7,24 @@ while it is imported becomes an error that names variant, target, distribution a
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import importlib.util
-import os
 import sys
-import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attnlab._quoting import abridged, quoted, short
+from attnlab._quoting import abridged, quoted, short, words_of
 from attnlab.errors import AttnlabError, PluginError, VariantUnavailable, nearest
 from attnlab.registry import devices, trust
 from attnlab.registry.fields import Target
 from attnlab.registry.info import api_mismatch, exists
 from attnlab.registry.merge import Entry
+from attnlab.registry.targets import run_target
 
 if TYPE_CHECKING:
     from attnlab.interface import Attention
 
 LONGEST_CAUSE = 1000  # characters of a stranger's exception that a message repeats
-
-_lock = threading.RLock()
 
 
 def load_class(entry: Entry) -> type[Attention]:
@@ -75,13 +70,18 @@ def _import(entry: Entry, target: Target) -> ModuleType:
     """Run the target's module; everything but an interrupt becomes this variant's error."""
     source = _source(entry) if target.path else b""
     try:
-        return _run_file(entry, target, source) if target.path else importlib.import_module(target.module)
+        if not target.path:
+            return importlib.import_module(target.module)
+        layer = entry.home.read.layer
+        return run_target(layer.path, target.path, source, found=layer.found)
     except ImportError as error:
         own = target.module.partition(".")[0]
         hint = _beside(entry, target, error) or _what_to_do(error, own)
         what = f"cannot be imported: {cause(error)}{'; ' if hint else ''}{hint}"
         raise VariantUnavailable(f"{subject(entry)}: {what}") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # A stranger's module ran: it may raise anything, and a script that is no module calls sys.exit.
         what = f"cannot be imported: {cause(error)}; the plugin is broken"
         raise PluginError(f"{subject(entry)}: {what}") from error
@@ -122,50 +122,16 @@ def _beside(entry: Entry, target: Target, error: ImportError) -> str:
     return f"{top!r} lies beside the target, whose folder is not on Python's path; {way}"
 
 
-class _TrustedLoader(importlib.machinery.SourceFileLoader):
-    """Runs exactly the bytes that were vouched for: neither the file again nor a cached .pyc beside it."""
-
-    def __init__(self, name: str, path: str, source: bytes) -> None:
-        super().__init__(name, path)
-        self._source = source
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self._source, self.path)
-
-
 def _source(entry: Entry) -> bytes:
     """The bytes of a path target, if they are trusted where that is needed."""
     layer, target = entry.home.read.layer, entry.home.row.target
     assert target is not None
-    needed = not layer.named and layer.layer != "package"
-    source = trust.trusted_source(layer.path, entry.home.read.digest, target.path, needed=needed)
+    source = trust.trusted_source(layer.path, entry.home.read.digest, target.path, needed=layer.found)
     if source is None:  # edited since it was asked whether something speaks against it
         raise VariantUnavailable(
             f"{subject(entry)}: not trusted as it is now; run: attnlab trust {layer.path}"
         )
     return source
-
-
-def _run_file(entry: Entry, target: Target, source: bytes) -> ModuleType:
-    """A path target as a module of its own name, which tells the file and its content."""
-    path = trust.target_file(entry.home.read.layer.path, target.path)
-    identity = trust.digest(b"\0".join((os.fsencode(path), source)))
-    name = f"_attnlab_target_{identity[:16]}"
-    with _lock:
-        if name in sys.modules:
-            return sys.modules[name]
-        loader = _TrustedLoader(name, str(path), source)
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-        try:
-            loader.exec_module(module)
-        except BaseException:
-            # Whatever ends it, an interrupt too: nothing half-imported stays, and the error passes on.
-            sys.modules.pop(name, None)
-            raise
-    return module
 
 
 def _attribute(entry: Entry, module: ModuleType, name: str) -> Any:
@@ -178,7 +144,9 @@ def _attribute(entry: Entry, module: ModuleType, name: str) -> Any:
         raise PluginError(
             f"{subject(entry)}: the module has no class {quoted(name)}; {nearest(name, classes)}"
         ) from None
-    except Exception as error:  # a module's own __getattr__
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module's own __getattr__
         raise PluginError(f"{subject(entry)}: looking up {quoted(name)} failed: {cause(error)}") from error
 
 
@@ -191,11 +159,12 @@ def subject(entry: Entry) -> str:
 
 def cause(error: BaseException, values: Iterable[object] = ()) -> str:
     """An exception's kind and words, as `sentence` gives them."""
-    return f"{type(error).__name__}: {sentence(error, values)}" if str(error) else type(error).__name__
+    words = sentence(error, values)
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def sentence(error: BaseException, values: Iterable[object] = ()) -> str:
     """An exception's words on one line, with the place for a syntax error; `values` that it repeats are cut."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.msg} ({Path(error.filename).name}, line {error.lineno})"
-    return short(" ".join(abridged(str(error), values).split()), LONGEST_CAUSE)
+    return short(" ".join(abridged(words_of(error), values).split()), LONGEST_CAUSE)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnlab._quoting import abridged, quoted
+from attnlab._quoting import abridged, quoted, words_of
 from attnlab.errors import (
     AttnlabError,
     InvalidInput,
@@ -60,15 +60,17 @@ def make(
         raise
     except AttnlabError as error:
         # A refusal is the variant's nature, not a fault of the row.
-        _reword(error, asked.told(str(error), placed=not isinstance(error, UnsupportedRequest)))
+        _reword(error, asked.told(words_of(error), placed=not isinstance(error, UnsupportedRequest)))
         raise
     except (ValueError, TypeError) as error:
-        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        unexpected = re.search(r"unexpected keyword argument '(\w+)'", words_of(error))
         if unexpected and unexpected[1] in options:
             raise _not_accepted(entry, cls, unexpected[1], set(accepted) - {unexpected[1]}) from error
         words = asked.told(sentence(error, options.values()))
         raise InvalidInput(f"{words} (options: {_shown(options)})") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # A stranger's __init__ may raise anything: the plugin is broken then, not the call.
         if "OutOfMemory" in type(error).__name__:
             raise

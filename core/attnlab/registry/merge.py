@@ -4,6 +4,9 @@ Needs no torch. The rules: the same name twice in one layer, or in a higher laye
 spoils that name and no other; `replaces: true` must replace something; a preset extends a variant of
 any layer, one level deep. A broken row spoils its name, so that no name quietly falls back to a lower
 layer. A spoiled name stays listed, and using it says why.
+
+A file that was found and is not trusted takes no name from another: its rows with such a name, broken ones too, are set
+aside, and the name's first use says so.
 """
 
 from __future__ import annotations
@@ -18,15 +21,22 @@ from attnlab.registry.fields import kind
 from attnlab.registry.layers import LayerFile
 from attnlab.registry.rows import Fault, Row
 
+LONGEST_CHAIN = 8  # names of a chain of presets that a message repeats
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A registry file that was read: its layer, the digest of its bytes, its rows and the faults in it."""
+    """A registry file that was read: its layer, the digest of its bytes, its rows and the faults in it.
+
+    `trusted` says whether its rows may take the place of others and run code: this content of the file is trusted, or needs
+    no trust. The files that its targets name are asked for again where they run.
+    """
 
     layer: LayerFile
     digest: str
     rows: list[Row]
     faults: list[Fault]
+    trusted: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +44,8 @@ class Entry:
     """What the registry knows under one name.
 
     `spoiled` says why the name cannot be used, "" where it can; `parent` is set on a preset; `shares_hf_name`
-    withholds an `hf_name` that another variant has too.
+    withholds an `hf_name` that another variant has too; `rival` is the sentence about a row that was set aside.
+    `replaced` is the place of the row that this one replaces, "" for none.
     """
 
     name: str
@@ -43,6 +54,8 @@ class Entry:
     spoiled: str = ""
     parent: Entry | None = None
     shares_hf_name: bool = False
+    rival: str = ""
+    replaced: str = ""
 
     @property
     def home(self) -> Entry:
@@ -93,7 +106,10 @@ def merge(reads: Iterable[Read]) -> tuple[dict[str, Entry], list[str]]:
             problems.append(str(fault.error))
             if fault.name:
                 spoiled = Entry(fault.name, read, Row(fault.name, fault.spot, {}), spoiled=str(fault.error))
-                entries[fault.name] = spoiled
+                if aside := _set_aside(entries.get(fault.name), spoiled):
+                    problems.append(aside)
+                else:
+                    entries[fault.name] = spoiled
     problems += _resolve_presets(entries)
     problems += _withhold_shared_hf_names(entries)
     return entries, problems
@@ -102,14 +118,23 @@ def merge(reads: Iterable[Read]) -> tuple[dict[str, Entry], list[str]]:
 def _add(entries: dict[str, Entry], new: Entry) -> list[str]:
     """Enter `new` under its name, or spoil the name. The sentences for what went wrong."""
     old = entries.get(new.name)
+    if aside := _set_aside(old, new):
+        return [aside]
     lower = old is not None and old.read.layer.level < new.read.layer.level
+    if old is not None and lower and not old.read.trusted:
+        # What an untrusted file offers is in the way of nobody.
+        entries[new.name] = new
+        return []
     if old is None and new.row.replaces:
         nothing = (
             f"no lower layer has a variant {new.name!r} to replace; remove 'replaces' or correct the name"
         )
         return _spoil(entries, new, "replaces", nothing)
     entries[new.name] = new
-    if old is None or (lower and new.row.replaces):
+    if old is None:
+        return []
+    if lower and new.row.replaces:
+        new.replaced = old.where
         return []
     if lower:
         hint = "add 'replaces: true' to the second if it is meant to replace the first"
@@ -121,6 +146,17 @@ def _add(entries: dict[str, Entry], new: Entry) -> list[str]:
     first = old.spoiled.rpartition("; ")[0] if old.spoiled.startswith(twice) else f"{twice} {old.where}"
     new.spoiled = f"{first} and by {new.where}; {hint}"
     return [new.spoiled]
+
+
+def _set_aside(old: Entry | None, new: Entry) -> str:
+    """The sentence for a row of an untrusted file whose name is another file's, which keeps it; "" where it is none."""
+    if old is None or new.read.trusted or old.read is new.read:
+        return ""
+    old.rival = (
+        f"{new.where}: variants.{new.name}: {new.name!r} stays the variant of {old.where}: a file that was found, not named, "
+        f"takes the place of none until it is trusted; read it, then run: attnlab trust {new.read.layer.path}"
+    )
+    return old.rival
 
 
 def _spoil(entries: dict[str, Entry], entry: Entry, field: str, message: str) -> list[str]:
@@ -161,11 +197,13 @@ def _resolve_presets(entries: dict[str, Entry]) -> list[str]:
 
 
 def _chain(entries: dict[str, Entry], name: str) -> list[str]:
-    """The names from a preset up to what it extends, ending at the first that comes twice."""
+    """The names from a preset up to what it extends, at most `LONGEST_CHAIN`, ending at the first that comes twice."""
     chain = [name]
     while (entry := entries.get(chain[-1])) is not None and entry.row.extends is not None:
+        if len(chain) == LONGEST_CHAIN:
+            return [*chain, "..."]
         chain.append(entry.row.extends)
-        if chain.count(chain[-1]) > 1:
+        if entry.row.extends in chain[:-1]:
             break
     return chain
 
@@ -188,7 +226,10 @@ def _check_options(entries: dict[str, Entry], entry: Entry, parent: Entry) -> li
 
 
 def _withhold_shared_hf_names(entries: dict[str, Entry]) -> list[str]:
-    """Two variants with one `hf_name` would hide each other in transformers: neither keeps it."""
+    """Two variants with one `hf_name` would hide each other in transformers: neither keeps it.
+
+    An untrusted file takes it from no other: one variant of the others keeps it then.
+    """
     by_name: dict[str, list[Entry]] = {}
     for entry in entries.values():
         name = entry.row.facts.get("hf_name")
@@ -196,9 +237,14 @@ def _withhold_shared_hf_names(entries: dict[str, Entry]) -> list[str]:
             by_name.setdefault(name, []).append(entry)
     problems: list[str] = []
     for name, sharing in by_name.items():
-        if len(sharing) > 1:
-            for entry in sharing:
-                entry.shares_hf_name = True
-            places = " and ".join(f"{e.name!r} of {e.where}" for e in sharing)
-            problems.append(f"hf_name {name!r} is given by {places}; neither has it until one is changed")
+        if len(sharing) < 2:
+            continue
+        trusted = [entry for entry in sharing if entry.read.trusted]
+        for entry in sharing:
+            entry.shares_hf_name = len(trusted) != 1 or entry is not trusted[0]
+        places = " and ".join(f"{e.name!r} of {e.where}" for e in sharing[:LONGEST_CHAIN])
+        keeps = (
+            f"only {trusted[0].name!r} has it" if len(trusted) == 1 else "neither has it until one is changed"
+        )
+        problems.append(f"hf_name {name!r} is given by {places}; {keeps}")
     return problems

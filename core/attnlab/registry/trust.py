@@ -1,7 +1,9 @@
-"""Which found registry files may run Python files: remembered by path and content in the user's folder.
+"""Which registry files that were found, not named, are trusted: remembered by path and content in the user's folder.
 
-A path target in a file that was found rather than named is refused until `trust(file)`; an edit of the
-YAML file or of the Python file asks again. `ATTNLAB_TRUST=1` trusts everything. Needs no torch.
+A found file is the user's `registry.yaml` or a project's `./attnlab.yaml`. Until it is trusted it may only add presets of
+variants that are there already: its targets do not run, and it takes the place of no name. `trust(file)` remembers the hash
+of the file, of each Python file that its targets name, and of each file below its folder that these import; an edit of one
+of them asks again. `ATTNLAB_TRUST=1` trusts everything. docs/contract.md says it to users. Needs no torch.
 """
 
 from __future__ import annotations
@@ -9,21 +11,38 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnlab._files import config_dir, read_regular, write_text_atomic
+from attnlab._files import config_dir, locked, read_regular, write_text_atomic
+from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput, RegistryFileError
+from attnlab.registry.imports import imported_files
+from attnlab.registry.layers import identity
 from attnlab.registry.rows import read_rows
 from attnlab.registry.yaml_reader import parse, read_file
 
 STORE = "trust.json"
 MAX_BYTES = 16 * 1024 * 1024  # of a target, and of the store
 _VERSION = 1
+_named: set[str] = set()  # registry files that this process was told to use
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one registry file was trusted with: digests of the file, of its targets and of what these import.
+
+    `targets` is by the path that the row gives, `imports` by the real path.
+    """
+
+    yaml: str = ""
+    targets: dict[str, str] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)
 
 
 def trust(path: str | os.PathLike[str]) -> list[Path]:
-    """Let the registry file at `path` run the Python files it names; the files now trusted, YAML first.
+    """Trust the registry file at `path` as it is now; the files that are now trusted, the registry file first.
 
     Raises `RegistryFileError` where the file or a target of it cannot be used, `InvalidInput` where there is
     no folder to remember it in.
@@ -31,21 +50,24 @@ def trust(path: str | os.PathLike[str]) -> list[Path]:
     yaml_path = Path(path)
     data = read_file(yaml_path)
     targets = targets_of(yaml_path, data)
-    record = {"yaml": digest(data), "targets": {rel: digest(read_target(yaml_path, rel)) for rel in targets}}
-    _write(_key(yaml_path), record)
-    return [yaml_path, *(target_file(yaml_path, rel) for rel in targets)]
+    files = {target: target_file(yaml_path, target) for target in targets}
+    imports = imported_files(yaml_path, files.values())
+    record = {
+        "yaml": digest(data),
+        "targets": {target: digest(read_target(yaml_path, target)) for target in targets},
+        "imports": {str(file): digest(_read(yaml_path, file)) for file in imports},
+    }
+    _update(identity(yaml_path), record)
+    return [yaml_path, *files.values(), *imports]
 
 
 def forget(path: str | os.PathLike[str]) -> bool:
     """Take the trust in `path` back. Whether there was any."""
-    known = _key(Path(path)) in _load()
-    if known:
-        _write(_key(Path(path)), None)
-    return known
+    return _update(identity(Path(path)), None)
 
 
 def is_trusted(path: str | os.PathLike[str]) -> bool:
-    """Whether the registry file at `path`, and each Python file that it names, may run as they are now."""
+    """Whether the registry file at `path`, and each Python file that it names or imports, is trusted as it is now."""
     yaml_path = Path(path)
     try:
         data = read_file(yaml_path)
@@ -56,36 +78,68 @@ def is_trusted(path: str | os.PathLike[str]) -> bool:
 
 def all_trusted(yaml_path: Path, yaml_digest: str, targets: list[str]) -> bool:
     """The same for a file that was read already, with the digest of its bytes and its path targets."""
-    if os.environ.get("ATTNLAB_TRUST") == "1":
+    if _everything():
         return True
-    record = _load().get(_key(yaml_path), {})
+    if not yaml_trusted(yaml_path, yaml_digest):
+        return False
+    record = record_of(yaml_path)
     try:
-        return all(vouched(record, yaml_digest, rel, digest(read_target(yaml_path, rel))) for rel in targets)
+        files = [target_file(yaml_path, target) for target in targets]
+        return all(
+            record.targets.get(target) == digest(read_target(yaml_path, target)) for target in targets
+        ) and all(
+            record.imports.get(str(file)) == digest(_read(yaml_path, file))
+            for file in imported_files(yaml_path, files)
+        )
     except RegistryFileError:
         return False
+
+
+def yaml_trusted(yaml_path: Path, yaml_digest: str) -> bool:
+    """Whether this content of a found registry file is trusted, whatever became of the files that it names."""
+    return _everything() or record_of(yaml_path).yaml == yaml_digest
 
 
 def trusted_source(yaml_path: Path, yaml_digest: str, target: str, *, needed: bool) -> bytes | None:
     """The bytes of a path target to run, no others; None where trust is `needed` and not given."""
     source = read_target(yaml_path, target)
-    if not needed or os.environ.get("ATTNLAB_TRUST") == "1":
+    if not needed or _everything():
         return source
-    record = _load().get(_key(yaml_path), {})
-    return source if vouched(record, yaml_digest, target, digest(source)) else None
+    record = record_of(yaml_path)
+    trusted = record.yaml == yaml_digest and record.targets.get(target) == digest(source)
+    return source if trusted else None
 
 
-def vouched(record: Any, yaml_digest: str, target: str, target_digest: str) -> bool:
-    """Whether a trust record covers this content of the YAML file and of one target."""
-    if not isinstance(record, dict) or record.get("yaml") != yaml_digest:
-        return False
-    targets = record.get("targets")
-    return isinstance(targets, dict) and targets.get(target) == target_digest
+def name(path: Path) -> None:
+    """Note that this process was told to use the registry file at `path`, which needs no trust then."""
+    _named.add(identity(path))
+
+
+def is_named(path: Path) -> bool:
+    """Whether `name` was called for this file."""
+    return identity(path) in _named
+
+
+def record_of(yaml_path: Path) -> Record:
+    """What the store has about a registry file; an empty record, which covers nothing, where that is not a record."""
+    found = _load().get(identity(yaml_path))
+    if not isinstance(found, dict) or not isinstance(found.get("yaml"), str):
+        return Record()
+    targets, imports = found.get("targets"), found.get("imports", {})
+    if not isinstance(targets, dict) or not isinstance(imports, dict):
+        return Record()
+    return Record(found["yaml"], targets, imports)
 
 
 def target_file(yaml_path: Path, target: str) -> Path:
     """The real file of a path target; one outside the YAML file's real folder, by a link too, is refused."""
     folder = Path(os.path.realpath(yaml_path)).parent
-    found = Path(os.path.realpath(folder / target))
+    try:
+        found = Path(os.path.realpath(folder / target))
+    except ValueError as error:  # text that the file system's encoding lacks
+        raise RegistryFileError(
+            f"{yaml_path}: no file can have the path of the target {target!a}: {error}"
+        ) from None
     if not found.is_relative_to(folder):
         raise RegistryFileError(
             f"{yaml_path}: the target {target} leads to {found}, which is not below {folder}"
@@ -114,33 +168,81 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _key(path: Path) -> str:
-    return os.path.normcase(os.path.realpath(path))
+def _read(yaml_path: Path, file: Path) -> bytes:
+    try:
+        return read_regular(file, MAX_BYTES)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise RegistryFileError(
+            f"{yaml_path}: {file}, which a target imports, cannot be read: {why}"
+        ) from None
+
+
+def _everything() -> bool:
+    return os.environ.get("ATTNLAB_TRUST") == "1"
+
+
+_kept: tuple[Any, dict[str, Any]] | None = None  # the store's state on disk, and what was read then
 
 
 def _load() -> dict[str, Any]:
-    """The records by registry file. A store that is missing or damaged vouches for nothing."""
+    """The records by registry file, for reading. A store that is missing or damaged vouches for nothing."""
+    global _kept
     folder = config_dir()
+    if folder is None:
+        return {}
     try:
-        content = json.loads(read_regular(folder / STORE, MAX_BYTES).decode("utf-8")) if folder else {}
+        now = os.stat(folder / STORE)
+        state = (str(folder), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+        if _kept is not None and _kept[0] == state:
+            return _kept[1]
+        files = _records(json.loads(read_regular(folder / STORE, MAX_BYTES).decode("utf-8")))
     except (OSError, ValueError, RecursionError):
         return {}
+    _kept = (state, files)
+    return files
+
+
+def _records(content: Any) -> dict[str, Any]:
     files = content.get("files") if isinstance(content, dict) and content.get("version") == _VERSION else None
     return files if isinstance(files, dict) else {}
 
 
-def _write(key: str, record: dict[str, Any] | None) -> None:
+def _update(key: str, record: dict[str, Any] | None) -> bool:
+    """Put `record` in the place of the one under `key`, None for none; whether there was one.
+
+    Reading, changing and writing happen under a lock, so that no other process's record is lost.
+    """
     folder = config_dir()
     if folder is None:
         raise InvalidInput("trust: there is no home folder to remember it in; set ATTNLAB_HOME to a folder")
-    files = _load()
-    files.pop(key, None)
-    if record is not None:
-        files[key] = record
+    store = folder / STORE
     try:
-        write_text_atomic(folder / STORE, json.dumps({"version": _VERSION, "files": files}, indent=2) + "\n")
+        with locked(store):
+            files = _for_change(store)
+            before = files.pop(key, None)
+            if record is not None:
+                files[key] = record
+            if record is not None or before is not None:
+                write_text_atomic(store, json.dumps({"version": _VERSION, "files": files}, indent=2) + "\n")
     except OSError as error:
         why = error.strerror or type(error).__name__
+        raise InvalidInput(f"trust: cannot write {store}: {why}; set ATTNLAB_HOME to a folder") from None
+    return before is not None
+
+
+def _for_change(store: Path) -> dict[str, Any]:
+    """The records, to be changed. A damaged store is begun anew; `InvalidInput` for one of a newer attnlab."""
+    try:
+        content = json.loads(read_regular(store, MAX_BYTES).decode("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):  # no JSON, or no text
+        return {}
+    version = content.get("version") if isinstance(content, dict) else None
+    if version is not None and version != _VERSION:
         raise InvalidInput(
-            f"trust: cannot write {folder / STORE}: {why}; set ATTNLAB_HOME to a folder"
-        ) from None
+            f"trust: {store} is of version {quoted(version)}, expected {_VERSION}: a newer attnlab wrote it, and it is left as it is; "
+            "use that attnlab, or set ATTNLAB_HOME to another folder"
+        )
+    return dict(_records(content))

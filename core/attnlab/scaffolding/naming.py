@@ -96,7 +96,9 @@ def _importable(name: str, folder: Path) -> str:
         return "which variants and their tests import"
     try:
         spec = importlib.util.find_spec(name)
-    except Exception:  # a foreign import hook may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a foreign import hook may raise anything
         return ""
     if spec is None:
         return ""

@@ -72,7 +72,11 @@ def test_colour_is_for_terminals_and_not_for_no_color(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm")
     assert terminal.paint("x", "red") == "x"
     monkeypatch.setattr(sys, "stdout", Screen())
-    assert terminal.paint("x", "red") == "\033[31mx\033[0m"
+    with terminal.escaping():
+        print(terminal.paint("x", "red"), end="")
+        screen = terminal.raw(sys.stdout)
+    assert isinstance(screen, Screen)
+    assert screen.getvalue() == "\033[31mx\033[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert terminal.paint("x", "red") == "x"
 

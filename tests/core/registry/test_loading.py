@@ -223,7 +223,7 @@ def test_a_plugin_that_cannot_be_imported_says_why_and_the_cause_is_chained(
     assert str(caught.value).startswith(f"x (target plug.py:C, from {file}:3): cannot be imported: ")
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
-    assert not [m for m in set(sys.modules) - before if m.startswith("_attnlab_target")], (
+    assert not [m for m in set(sys.modules) - before if m.startswith("attnlab.registry.targets.")], (
         "nothing half-imported stays"
     )
     assert registry.info("y").unavailable is None

@@ -28,8 +28,9 @@ BASE = """\
 
 @pytest.fixture
 def layered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_built_in: None) -> Path:
-    """A folder that is the user's home and the project at once."""
+    """A folder that is the user's home and the project at once, both trusted."""
     monkeypatch.setenv("ATTNLAB_HOME", str(tmp_path))
+    monkeypatch.setenv("ATTNLAB_TRUST", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

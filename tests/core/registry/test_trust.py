@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,16 @@ def asks(file: Path) -> bool:
 def test_a_path_target_of_a_found_file_is_refused_and_does_not_run(clone: Path) -> None:
     assert asks(clone / "attnlab.yaml")
     assert not (clone / "ran").exists()
-    assert Registry.default().info("fine").unavailable is None
+
+
+def test_a_module_target_of_a_found_file_is_refused_too(clone: Path) -> None:  # F41
+    """`this:C` would import, and so run, any module that is installed."""
+    registry = Registry.default()
+    assert f"run: attnlab trust {clone / 'attnlab.yaml'}" in str(registry.info("fine").unavailable)
+    with pytest.raises(VariantUnavailable, match="not trusted"):
+        registry.variant_class("fine")
+    trust(clone / "attnlab.yaml")
+    assert registry.info("fine").unavailable is None
 
 
 def test_trust_names_every_file_and_is_remembered(clone: Path) -> None:
@@ -131,6 +141,7 @@ def test_a_module_that_lies_beside_a_found_file_is_refused(
     write("clone/sneaky/__init__.py", "raise SystemExit('ran')\n")
     write("clone/attnlab.yaml", "version: 1\nvariants:\n  mine: {target: 'sneaky:Mine'}\n")
     monkeypatch.syspath_prepend(str(clone))
+    trust(clone / "attnlab.yaml")
     reason = str(Registry.default().info("mine").unavailable)
     assert "beside" in reason
     assert "write the target as path/to/file.py:Mine" in reason
@@ -168,7 +179,6 @@ def test_a_target_that_is_a_pipe_is_refused_rather_than_waited_for(clone: Path) 
     assert "got a pipe, socket or device" in str(Registry.default().info("mine").unavailable)
     with pytest.raises(RegistryFileError, match=r"the target code/mine\.py cannot be read: .*got a pipe"):
         trust(clone / "attnlab.yaml")
-    assert Registry.default().info("fine").unavailable is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX has the named pipes")
@@ -186,7 +196,7 @@ def test_trusting_what_is_no_registry_file_is_one_sentence(tmp_path: Path, write
 
 
 @pytest.mark.parametrize(
-    "content", ["", "nonsense", "[]", '{"version": 2, "files": {}}', '{"version": 1, "files": []}', "\ud800"]
+    "content", ["", "nonsense", "[]", '{"files": {}}', '{"version": 1, "files": []}', "\ud800"]
 )
 def test_a_damaged_store_vouches_for_nothing_and_is_mended(clone: Path, tmp_path: Path, content: str) -> None:
     file = clone / "attnlab.yaml"
@@ -196,6 +206,42 @@ def test_a_damaged_store_vouches_for_nothing_and_is_mended(clone: Path, tmp_path
     assert asks(file)
     trust(file)
     assert not asks(file)
+
+
+@pytest.mark.parametrize("version", ["2", '"2"', "1.5"])
+def test_a_store_of_another_version_is_left_as_it_is(
+    clone: Path, tmp_path: Path, version: str
+) -> None:  # F42
+    content = f'{{"version": {version}, "files": {{"/x": {{}}}}, "more": 1}}'
+    store = tmp_path / "home" / "trust.json"
+    store.parent.mkdir(exist_ok=True)
+    store.write_text(content, encoding="utf-8")
+    for change in (trust, forget):
+        with pytest.raises(InvalidInput, match="a newer attnlab wrote it, and it is left as it is"):
+            change(clone / "attnlab.yaml")
+    assert store.read_text(encoding="utf-8") == content
+
+
+def test_a_store_that_cannot_be_read_is_not_begun_anew(clone: Path, tmp_path: Path) -> None:  # F42
+    (tmp_path / "home" / "trust.json").mkdir(parents=True)
+    with pytest.raises(InvalidInput, match="expected a file, got a folder"):
+        trust(clone / "attnlab.yaml")
+
+
+def test_trust_given_by_several_processes_at_once_is_kept_whole(tmp_path: Path, write: Write) -> None:  # F42
+    files = [write(f"p{n}/attnlab.yaml", "version: 1\nvariants: {}\n") for n in range(8)]
+    code = "import sys; from attnlab.registry.trust import trust; sys.stdin.readline(); trust(sys.argv[1])"
+    environment = {**os.environ, "ATTNLAB_HOME": str(tmp_path / "home")}
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, str(file)], stdin=subprocess.PIPE, env=environment)
+        for file in files
+    ]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+    assert [child.wait(60) for child in children] == [0] * len(files)
+    store = json.loads((tmp_path / "home" / "trust.json").read_text(encoding="utf-8"))
+    assert sorted(store["files"]) == sorted(str(file) for file in files)
 
 
 def test_a_record_of_the_wrong_shape_vouches_for_nothing(clone: Path, tmp_path: Path) -> None:
