@@ -25,6 +25,7 @@ from attnlab._visibility_parts import (
     with_past,
     without_columns,
 )
+from attnlab._lengths import holds
 from attnlab.errors import InvalidInput
 from attnlab.mask import AttentionMask, MaskMod
 
@@ -194,9 +195,9 @@ class Visibility:
     def _drop_what_hides_nothing(self) -> None:
         """Bounds on positions that no pair can violate are dropped: a decoding step becomes plain."""
         if isinstance(self.offset, int) and self.query_segments is None:
-            if self.right is not None and self.offset + self.right >= self.key_length - 1:
+            if self.right is not None and holds(self.offset + self.right >= self.key_length - 1):
                 self.right = None
-            if self.left is not None and self.query_length - 1 + self.offset - self.left <= 0:
+            if self.left is not None and holds(self.query_length - 1 + self.offset - self.left <= 0):
                 self.left = None
 
     def narrowed(self, left: int | None, right: int | None, sink_tokens: int = 0) -> Visibility:
@@ -215,8 +216,7 @@ class Visibility:
             both.mask_mod = _also(self.mask_mod, lambda b, h, q, k: (k >= q - left) | (k < sink_tokens))
         elif left is not None and self.left is not None:
             both.left = min(left, self.left)
-        if not torch.compiler.is_compiling():  # a program must serve lengths on either side of the window
-            both._drop_what_hides_nothing()
+        both._drop_what_hides_nothing()
         return both
 
     def without_keys(self, start: int, stop: int) -> Visibility:
@@ -321,6 +321,8 @@ class Visibility:
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> Literal["empty", "full", "partial"]:
         """What is known of a tile without looking at tensors; `partial` where it must be looked at."""
+        if torch.compiler.is_compiling():  # a graph may not depend on where a tile lies
+            return "partial" if self.pairwise or self.key_present is not None else "full"
         first, last = self.key_range(q0, q1)
         if k0 >= last or (k1 <= first and k0 >= self.sink_tokens):
             return "empty"
