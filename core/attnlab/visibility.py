@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from attnlab._mask_values import check_values
 from attnlab._visibility_parts import (
     broadcast_rows,
     check_shape,
@@ -122,6 +123,7 @@ class Visibility:
         for name, lengths in (("key_lengths", mask.key_lengths), ("query_lengths", mask.query_lengths)):
             if lengths is not None:
                 check_shape(subject, name, lengths, (batch,), "[B]", device)
+        check_values(mask, query_length, new_length, subject)
         if mask.key_lengths is not None:
             counted = torch.arange(new_length, device=device) < mask.key_lengths[:, None]  # [B, new]
             key_mask = counted if key_mask is None else key_mask & counted

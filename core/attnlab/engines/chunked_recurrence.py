@@ -176,7 +176,9 @@ def _block(
     length = tokens.key.shape[1]
     c = length if holds(length < chunk) else chunk
     n = chunk_count(length, c)
-    query = None if tokens.query is None else in_chunks(tokens.query, 2, n, c).transpose(1, 2)  # [X, N, G, C, D]
+    query = (
+        None if tokens.query is None else in_chunks(tokens.query, 2, n, c).transpose(1, 2)
+    )  # [X, N, G, C, D]
     key, value = in_chunks(tokens.key, 1, n, c), in_chunks(tokens.value, 1, n, c)  # [X, N, C, *]
     beta, g = (None if x is None else in_chunks(x, 1, n, c) for x in (tokens.beta, tokens.log_decay))
     decays = decays_of(g, key.dtype, recording)
@@ -192,9 +194,7 @@ def _block(
     else:
         written = value if beta is None else value * beta[..., None]  # [X, N, C, E]
     kept = decays.until_end(key).transpose(-1, -2)  # [X, N, D, C]
-    state, before, updated = _carried(
-        state, asked if corrects else None, written, kept, decays.over_chunks()
-    )
+    state, before, updated = _carried(state, asked if corrects else None, written, kept, decays.over_chunks())
     if query is None:
         return None, state
     out = decays.since_start(query) @ before[:, :, None]

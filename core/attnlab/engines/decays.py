@@ -112,6 +112,8 @@ def _pair_products(left: Tensor, right: Tensor, since: Tensor) -> Tensor:
     ahead = torch.ones(since.shape[2], since.shape[2], dtype=torch.bool, device=since.device).triu(1)
     apart = (since[:, :, :, None] - since[:, :, None]).masked_fill(ahead[..., None], 0)  # [X, N, c, c, D]
     faded = apart.to(left.dtype).exp() * right[:, :, None]
-    if torch.compiler.is_compiling():  # products of matrices would restrict a graph to lengths whose views merge
+    if (
+        torch.compiler.is_compiling()
+    ):  # products of matrices would restrict a graph to lengths whose views merge
         return (left[:, :, :, :, None] * faded[:, :, None]).sum(-1)
     return torch.einsum("xngid,xnijd->xngij", left, faded)

@@ -35,7 +35,11 @@ def fused_attention(
         return None
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     trained = call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled()
-    if query.device.type == "cpu" and (value.shape[3] != key.shape[3] or trained) and holds(pairs > PLAIN_ELEMENTS):
+    if (
+        query.device.type == "cpu"
+        and (value.shape[3] != key.shape[3] or trained)
+        and holds(pairs > PLAIN_ELEMENTS)
+    ):
         return None  # torch would fall back to the plain formula, which forms every pair; tiles do not
     if scale is not None and scale <= 0:
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.

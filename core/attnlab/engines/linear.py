@@ -179,7 +179,9 @@ def _one_block(
     # Contiguous, as each product would copy it else.
     v = in_chunks(value.contiguous(), 2, n, c)  # [B, Hkv, N, C, Dv]
     added = k.transpose(-1, -2) @ v  # [B, Hkv, N, P, Dv]
-    sums = torch.cat([kv[:, :, None], added], 2).cumsum(2)  # [B, Hkv, N + 1, P, Dv]: before each chunk, and after all
+    sums = torch.cat([kv[:, :, None], added], 2).cumsum(
+        2
+    )  # [B, Hkv, N + 1, P, Dv]: before each chunk, and after all
     inner = (q @ k[:, :, None].transpose(-1, -2)).tril_()  # [B, Hkv, G, N, C, C]
     out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None, :-1])  # [B, Hkv, G, N, C, Dv]
     tokens = torch.cat([z[:, :, None], k.sum(-2)], 2).cumsum(2)  # [B, Hkv, N + 1, P]

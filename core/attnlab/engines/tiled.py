@@ -106,7 +106,9 @@ def tiled_attention(
     if visibility is None:
         visibility = Visibility(batch, heads, lq, lk, query.device)
     job = _Job(query, key, value, scoring, visibility, need_lse)
-    if need_weights or torch.compiler.is_compiling():  # a graph with tiles would serve the lengths of these tiles alone
+    if (
+        need_weights or torch.compiler.is_compiling()
+    ):  # a graph with tiles would serve the lengths of these tiles alone
         return job.plain(need_weights)
     tq, tk = tile_sides(batch * heads, lq, lk, scoring.cost, recording)
     if tq >= lq and tk >= lk:
