@@ -156,21 +156,10 @@ class AttentionMask(_Keeping):
         return dense
 
     def validate(self, batch: int, num_heads: int, query_length: int, key_length: int) -> None:
-        """Check the values too (this reads tensors, so forward never does it); `InvalidInput` names the first fault."""
-        for name, limit in (("key_lengths", key_length), ("query_lengths", query_length)):
-            lengths = getattr(self, name)
-            if (
-                lengths is not None
-                and lengths.numel()
-                and (int(lengths.min()) < 0 or int(lengths.max()) > limit)
-            ):
-                raise InvalidInput(
-                    f"{name} must lie in 0..{limit}, got {int(lengths.min())}..{int(lengths.max())}; clip them"
-                )
-        if self.segments is not None:
-            for part, ids in zip(("query_ids", "key_ids"), self.segments, strict=True):
-                if ids.numel() and int(ids.min()) < -1:
-                    raise InvalidInput(f"segments {part} must be -1 (absent) or more, got {int(ids.min())}")
+        """Check the values on any device; `InvalidInput` names the first fault. A call checks those on the CPU by itself."""
+        from attnlab._mask_values import check_values
+
+        check_values(self, query_length, key_length, "mask", everywhere=True)
         self.to_dense(batch, num_heads, query_length, key_length)
 
     @property

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attnlab._lengths import holds
+from attnlab._mask_values import check_values
 from attnlab._visibility_parts import (
     also,
     broadcast_rows,
@@ -134,6 +136,7 @@ class Visibility:
         for name, lengths in (("key_lengths", mask.key_lengths), ("query_lengths", mask.query_lengths)):
             if lengths is not None:
                 check_shape(subject, name, lengths, (batch,), "[B]", device)
+        check_values(mask, query_length, new_length, subject)
         if mask.key_lengths is not None:
             counted = torch.arange(new_length, device=device) < mask.key_lengths[:, None]  # [B, new]
             key_mask = counted if key_mask is None else key_mask & counted
@@ -219,12 +222,12 @@ class Visibility:
         if torch._C._get_tracing_state() is not None:
             return
         if isinstance(self.offset, int) and self.query_segments is None:
-            if self.right is not None and self.offset + self.right >= self.key_length - 1:
+            if self.right is not None and holds(self.offset + self.right >= self.key_length - 1):
                 self.right = None
             furthest = self.query_length - 1 + self.offset
-            if self.strict_left is not None and furthest - self.strict_left <= 0:
+            if self.strict_left is not None and holds(furthest - self.strict_left <= 0):
                 self.strict_left = None
-            if self.left is not None and furthest - self.left <= 0:
+            if self.left is not None and holds(furthest - self.left <= 0):
                 self.left = None
 
     def narrowed(self, left: int | None, right: int | None, sink_tokens: int = 0) -> Visibility:
@@ -242,8 +245,7 @@ class Visibility:
             if self.strict_left is not None:
                 bounds.append((self.strict_left, 0))
             both.left, both.sink_tokens, both.strict_left = joined(bounds)
-        if not torch.compiler.is_compiling():  # a program must serve lengths on either side of the window
-            both._drop_what_hides_nothing()
+        both._drop_what_hides_nothing()
         return both
 
     def without_keys(self, start: int, stop: int, front: Tensor | None = None) -> Visibility:
@@ -382,6 +384,8 @@ class Visibility:
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> Literal["empty", "full", "partial"]:
         """What is known of a tile without looking at tensors; `partial` where it must be looked at."""
+        if torch.compiler.is_compiling():  # a graph may not depend on where a tile lies
+            return "partial" if self.pairwise or self.key_present is not None else "full"
         first, last = self.key_range(q0, q1)
         if k0 >= last or (k1 <= first and k0 >= self.sink_tokens):
             return "empty"

@@ -2,7 +2,8 @@
 
 heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  fused: torch's fused kernels.  banded: inside
 a window.  additive: the score v^T tanh(q + k) of a tile.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a
-recurrence, token by token.  chunked_recurrence: fast weights, by sums, corrections and decays.  triton_launch: where Triton kernels serve and how they are launched; triton itself is imported by use.
+recurrence, token by token.  chunked_recurrence: fast weights, by sums, corrections and decays.
+lengths: decisions on lengths that no graph may depend on.  triton_launch: where Triton kernels serve and how they are launched; triton itself is imported by use.
 """
 
 from attnlab.engines.additive import additive_projection, additive_scores, additive_tile_cost
@@ -10,6 +11,7 @@ from attnlab.engines.banded import Band, band_of, banded_attention
 from attnlab.engines.chunked_recurrence import chunked_recurrence
 from attnlab.engines.fused import MASK_ELEMENTS, fused_attention, fused_step
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
+from attnlab._lengths import holds
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
 from attnlab.engines.tiled import Scoring, tiled_attention
@@ -48,6 +50,7 @@ __all__ = [
     "fold_groups",
     "fused_attention",
     "fused_step",
+    "holds",
     "in_own_precision",
     "is_interpreted",
     "kernels_can_run",

@@ -8,6 +8,8 @@ Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Se
 Delta Networks", section 3.3. Every exponent is a sum of g between two tokens, so 0 or less: nothing overflows.
 
 On CUDA Triton kernels do it in float32 where g is one number a token or none, see `recurrence_triton`. No GPU has run those.
+The loop over chunks would tie a graph to their number: under `torch.compile` the whole is one operator, see `recurrence_in_graphs`, and
+`torch.export` gets torch's own operator for loops.
 
 Notation: X heads of all items; G query heads a key head; N chunks of C tokens; D key, E value width.
 """
@@ -19,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from attnlab.engines import recurrence_triton
+from attnlab.engines import recurrence_in_graphs, recurrence_triton
 from attnlab.engines.decays import decays_of
+from attnlab._lengths import chunk_count, first_of, holds, in_chunks
 from attnlab.engines.triton_launch import are_plain, kernels_serve
 
 CHUNK = 32
@@ -63,6 +65,8 @@ def chunked_recurrence(
     while `recording`, the pairs that decays of channels need are formed again in the backward. Triton kernels have chunks of their own
     and keep the inputs, and u where writing corrects; a gradient of their gradient is that of the form in torch.
     """
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return recurrence_in_graphs.call(memory, query, key, value, beta, log_decay, corrects)
     if served_by_kernels(memory, query, key, value, beta, log_decay=log_decay):
         if corrects:
             beta = torch.ones_like(key[..., 0]) if beta is None else beta
@@ -150,8 +154,8 @@ def _by_torch(
     heads_of_items, length = key.shape[:2], key.shape[2]
     tokens = _Tokens(*(None if x is None else x.flatten(0, 1) for x in (query, key, value, beta, log_decay)))  # type: ignore[arg-type]
     state, outs = memory.flatten(0, 1), []
-    blocks = -(-length // BLOCK)
-    for i in range(blocks):  # a graph depends on the number of chunks, not on the length
+    blocks = 1 if torch.compiler.is_compiling() else -(-length // BLOCK)
+    for i in range(blocks):
         some = tokens.part(i * BLOCK, length if i == blocks - 1 else (i + 1) * BLOCK)
         out, state = _block(state, some, corrects, chunk, recording)
         outs.append(out)
@@ -170,10 +174,13 @@ def _block(
 ) -> tuple[Tensor | None, Tensor]:
     """The same for `state [X, D, E]` and few tokens, all chunks of which go at once, but for what one state hands the next."""
     length = tokens.key.shape[1]
-    # Whole chunks for a compiler, as parts of a chunk would make a graph for each length.
-    c = chunk if length >= chunk or torch.compiler.is_compiling() else length
-    n = -(-length // c)
-    query, key, value, beta, g = _chunks(tokens, n, c)
+    c = length if holds(length < chunk) else chunk
+    n = chunk_count(length, c)
+    query = (
+        None if tokens.query is None else in_chunks(tokens.query, 2, n, c).transpose(1, 2)
+    )  # [X, N, G, C, D]
+    key, value = in_chunks(tokens.key, 1, n, c), in_chunks(tokens.value, 1, n, c)  # [X, N, C, *]
+    beta, g = (None if x is None else in_chunks(x, 1, n, c) for x in (tokens.beta, tokens.log_decay))
     decays = decays_of(g, key.dtype, recording)
     asked = decays.since_start(key)  # [X, N, C, D]: what a key reads of the state before its chunk
     if corrects:
@@ -187,32 +194,39 @@ def _block(
     else:
         written = value if beta is None else value * beta[..., None]  # [X, N, C, E]
     kept = decays.until_end(key).transpose(-1, -2)  # [X, N, D, C]
-    states, updates = [], []
-    for i in range(n):
-        update = torch.baddbmm(written[:, i], asked[:, i], state, alpha=-1) if corrects else written[:, i]
-        states.append(state)
-        updates.append(update)
-        state = torch.baddbmm(decays.faded(state, i), kept[:, i], update)
+    state, before, updated = _carried(state, asked if corrects else None, written, kept, decays.over_chunks())
     if query is None:
         return None, state
-    before = torch.stack(states, 1)[:, :, None]  # [X, N, 1, D, E]
-    updated = torch.stack(updates, 1) if corrects else written
-    out = decays.since_start(query) @ before
+    out = decays.since_start(query) @ before[:, :, None]
     out = out + decays.products(query, key, 0) @ updated[:, :, None]  # [X, N, G, C, E]
-    return out.transpose(1, 2).flatten(2, 3)[:, :, :length], state
+    return first_of(out.transpose(1, 2).flatten(2, 3), 2, length), state
 
 
-def _chunks(
-    tokens: _Tokens, n: int, c: int
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """query `[X, N, G, C, D]`, the others `[X, N, C, ...]`, filled up with tokens that change nothing."""
-    missing = n * c - tokens.key.shape[1]
+def _carried(
+    state: Tensor, asked: Tensor | None, written: Tensor, kept: Tensor, faded: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From chunk to chunk: the last state `[X, D, E]`, those before each chunk `[X, N, D, E]`, and each chunk's u `[X, N, C, E]`."""
 
-    def cut(x: Tensor, axis: int) -> Tensor:
-        if missing:
-            x = pad(x, (*[0] * (2 * (x.dim() - 1 - axis)), 0, missing))
-        return x.reshape(*x.shape[:axis], n, c, *x.shape[axis + 1 :])
+    def step(state: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The state after a chunk, and u."""
+        kept, update, *others = parts
+        if asked is not None:
+            update = torch.baddbmm(update, others[0], state, alpha=-1)
+        return torch.baddbmm(state if faded is None else state * others[-1], kept, update), update
 
-    query = None if tokens.query is None else cut(tokens.query, 2).transpose(1, 2)
-    beta, g = (None if x is None else cut(x, 1) for x in (tokens.beta, tokens.log_decay))
-    return query, cut(tokens.key, 1), cut(tokens.value, 1), beta, g
+    parts = [x for x in (kept, written, asked, faded) if x is not None]
+    if torch.compiler.is_exporting():
+        from torch._higher_order_ops.scan import scan
+
+        def carry(state: Tensor, parts: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            following, update = step(state, parts)
+            return following, (state.clone(), update.clone())
+
+        state, (before, updated) = scan(carry, state, [x.transpose(0, 1) for x in parts])
+        return state, before.transpose(0, 1), updated.transpose(0, 1)
+    states, updates = [], []
+    for i in range(written.shape[1]):
+        states.append(state)
+        state, update = step(state, [x[:, i] for x in parts])
+        updates.append(update)
+    return state, torch.stack(states, 1), written if asked is None else torch.stack(updates, 1)

@@ -36,9 +36,9 @@ class Decays:
         """x times what a token's part of the state fades by to its chunk's end."""
         return x
 
-    def faded(self, state: Tensor, chunk: int) -> Tensor:
-        """`state [X, D, E]` after a whole chunk."""
-        return state
+    def over_chunks(self) -> Tensor | None:
+        """What a state `[X, D, E]` fades by in each chunk, `[X, N, D | 1, 1]`; None where it does not fade."""
+        return None
 
     def products(self, left: Tensor, right: Tensor, diagonal: int) -> Tensor:
         """`left_i^T e^{T_i - T_j} right_j` for `j <= i + diagonal`, 0 elsewhere: `[X, N, G, C, C]` of left `[X, N, G, C, D]`."""
@@ -59,8 +59,8 @@ class _OfTokens(Decays):
     def until_end(self, x: Tensor) -> Tensor:
         return x * self._end
 
-    def faded(self, state: Tensor, chunk: int) -> Tensor:
-        return state * self._start[:, chunk, -1:]
+    def over_chunks(self) -> Tensor | None:
+        return self._start[:, :, -1:]
 
     def products(self, left: Tensor, right: Tensor, diagonal: int) -> Tensor:
         return (left @ right[:, :, None].transpose(-1, -2) * self._between).tril(diagonal)
@@ -80,8 +80,8 @@ class _OfChannels(Decays):
     def until_end(self, x: Tensor) -> Tensor:
         return x * self._factor(self._total[:, :, -1:] - self._total)
 
-    def faded(self, state: Tensor, chunk: int) -> Tensor:
-        return state * self._start[:, chunk, -1, :, None]
+    def over_chunks(self) -> Tensor | None:
+        return self._start[:, :, -1, :, None]
 
     def products(self, left: Tensor, right: Tensor, diagonal: int) -> Tensor:
         total, rows = self._total, []
@@ -111,4 +111,9 @@ def _pair_products(left: Tensor, right: Tensor, since: Tensor) -> Tensor:
     """Those of few tokens, channel by channel, for `since [X, N, c, D]` in float64: what lies above the diagonal says nothing."""
     ahead = torch.ones(since.shape[2], since.shape[2], dtype=torch.bool, device=since.device).triu(1)
     apart = (since[:, :, :, None] - since[:, :, None]).masked_fill(ahead[..., None], 0)  # [X, N, c, c, D]
-    return torch.einsum("xngid,xnijd->xngij", left, apart.to(left.dtype).exp() * right[:, :, None])
+    faded = apart.to(left.dtype).exp() * right[:, :, None]
+    if (
+        torch.compiler.is_compiling()
+    ):  # products of matrices would restrict a graph to lengths whose views merge
+        return (left[:, :, :, :, None] * faded[:, :, None]).sum(-1)
+    return torch.einsum("xngid,xnijd->xngij", left, faded)

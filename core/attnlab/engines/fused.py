@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnlab.call import AttentionOutput
+from attnlab._lengths import holds
 from attnlab.engines.tiled import PLAIN_ELEMENTS
 from attnlab.state import CacheState, State
 
@@ -34,7 +35,11 @@ def fused_attention(
         return None
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     trained = call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled()
-    if query.device.type == "cpu" and pairs > PLAIN_ELEMENTS and (value.shape[3] != key.shape[3] or trained):
+    if (
+        query.device.type == "cpu"
+        and (value.shape[3] != key.shape[3] or trained)
+        and holds(pairs > PLAIN_ELEMENTS)
+    ):
         return None  # torch would fall back to the plain formula, which forms every pair; tiles do not
     if scale is not None and scale <= 0:
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
@@ -62,7 +67,7 @@ def fused_attention(
         if seen.positional or seen.query_segments is not None:
             rows = query.shape[0] if seen.key_present is not None or seen.query_segments is not None else 1
             rows = max(rows, query.shape[0] if isinstance(seen.offset, Tensor) else 1)
-            if rows * query.shape[2] * key.shape[2] > MASK_ELEMENTS:
+            if holds(rows * query.shape[2] * key.shape[2] > MASK_ELEMENTS):
                 return None
         if seen.pairwise:
             mask = _once(seen.dense())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnlab.engines.chunked_recurrence import chunked_recurrence, served_by_kernels
 from attnlab.engines.heads import fold_groups
+from attnlab._lengths import chunk_count, first_of, holds, in_chunks
 from attnlab.engines.recurrence_triton import WIDEST
 
 CHUNK = 64
@@ -119,9 +120,10 @@ def causal_linear_blocks(
     Triton kernels take what follows the first block as one, whose features are there at once: a launch costs more than a cache saves.
     """
     outs = []
-    blocks = -(-length // BLOCK)
+    # One block in a graph: a loop would tie it to a number of blocks.
+    blocks = 1 if torch.compiler.is_compiling() else -(-length // BLOCK)
     by_kernels = False
-    for i in range(blocks):  # a compiled graph depends on the number of blocks, not on the length
+    for i in range(blocks):
         last = by_kernels or i == blocks - 1
         query, key, value = block(i * BLOCK, length if last else (i + 1) * BLOCK)
         if kv is None or z is None:
@@ -169,27 +171,24 @@ def _by_recurrence(
 def _one_block(
     query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, kv_heads, length, features = key.shape
-    width = value.shape[3]
-    # A branch, which a compiler decides; min() would stay symbolic.
-    c = length if length < chunk else chunk
-    n = -(-length // c)
-    pad = n * c - length
-    if pad:
-        query, key, value = (torch.nn.functional.pad(t, (0, 0, 0, pad)) for t in (query, key, value))
-    q = fold_groups(query, kv_heads).reshape(batch, kv_heads, -1, n, c, features)  # [B, Hkv, G, N, C, P]
-    k = key.reshape(batch, kv_heads, n, c, features)  # [B, Hkv, N, C, P]
+    kv_heads, length = key.shape[1], key.shape[2]
+    c = length if holds(length < chunk) else chunk
+    n = chunk_count(length, c)
+    q = in_chunks(fold_groups(query, kv_heads), 3, n, c)  # [B, Hkv, G, N, C, P]
+    k = in_chunks(key, 2, n, c)  # [B, Hkv, N, C, P]
     # Contiguous, as each product would copy it else.
-    v = value.contiguous().reshape(batch, kv_heads, n, c, width)  # [B, Hkv, N, C, Dv]
+    v = in_chunks(value.contiguous(), 2, n, c)  # [B, Hkv, N, C, Dv]
     added = k.transpose(-1, -2) @ v  # [B, Hkv, N, P, Dv]
-    sums = torch.cat([kv[:, :, None], added[:, :, :-1]], 2).cumsum(2)  # before each chunk
+    sums = torch.cat([kv[:, :, None], added], 2).cumsum(
+        2
+    )  # [B, Hkv, N + 1, P, Dv]: before each chunk, and after all
     inner = (q @ k[:, :, None].transpose(-1, -2)).tril_()  # [B, Hkv, G, N, C, C]
-    out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None])  # [B, Hkv, G, N, C, Dv]
+    out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None, :-1])  # [B, Hkv, G, N, C, Dv]
     tokens = torch.cat([z[:, :, None], k.sum(-2)], 2).cumsum(2)  # [B, Hkv, N + 1, P]
     if normalise:
         out = divided(out, inner.sum(-1, keepdim=True).add_(q @ tokens[:, :, None, :-1, :, None]))
     whole: Tensor = out.flatten(3, 4).flatten(1, 2)  # [B, Hq, N C, Dv]
-    return (whole[:, :, :length] if pad else whole), sums[:, :, -1] + added[:, :, -1], tokens[:, :, -1]
+    return first_of(whole, 2, length), sums[:, :, -1], tokens[:, :, -1]
 
 
 def _plus(old: Tensor | None, new: Tensor) -> Tensor:

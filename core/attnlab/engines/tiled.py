@@ -106,8 +106,12 @@ def tiled_attention(
     if visibility is None:
         visibility = Visibility(batch, heads, lq, lk, query.device)
     job = _Job(query, key, value, scoring, visibility, need_lse)
+    if (
+        need_weights or torch.compiler.is_compiling()
+    ):  # a graph with tiles would serve the lengths of these tiles alone
+        return job.plain(need_weights)
     tq, tk = tile_sides(batch * heads, lq, lk, scoring.cost, recording)
-    if need_weights or torch.compiler.is_compiling() or (tq >= lq and tk >= lk):
+    if tq >= lq and tk >= lk:
         return job.plain(need_weights)
     rows = [
         job.row_recorded(q, min(q + tq, lq), tk) if recording else job.row_online(q, min(q + tq, lq), tk)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab import GateSpec, InvalidInput, RecurrentAttention
-from attnlab.engines import accumulation_dtype, chunked_recurrence
+from attnlab.engines import accumulation_dtype, chunked_recurrence, holds
 
 # Below this many tokens at once, as in decoding, one after the other is quicker.
 _FEW = 4
@@ -68,7 +68,7 @@ class FastWeightsAttention(RecurrentAttention):
         *,
         recording: bool,
     ) -> tuple[Tensor | None, Tensor]:
-        if key.shape[2] < _FEW:
+        if holds(key.shape[2] < _FEW):
             return super().scan(memory, query, key, value, gates, present, recording=recording)
         key, value, beta, decay = self.without_absent(key, value, gates, present)
         return chunked_recurrence(
