@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlab._choice import choice, storable
+from attnlab._module_arguments import placement
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
@@ -268,8 +269,7 @@ def _made(chosen: Mapping[str, Any], layers: Mapping[str, LayerSizes]) -> dict[s
 def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> None:
     for path, installed in made.items():
         module = model.get_submodule(path)
-        like = next(module.parameters())
-        module.attnlab = installed.to(like.device, like.dtype).train(module.training)
+        module.attnlab = installed.to(*placement(module, model)).train(module.training)
         module.register_forward_pre_hook(_note, with_kwargs=True)
         module.register_forward_hook(_forget, always_call=True)
     for path, module in attention_layers(model).items():
