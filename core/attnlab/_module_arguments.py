@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from attnlab._choice import choice
 from attnlab._gate import autocast_on
@@ -52,16 +54,48 @@ def variant_of(
 
 
 def check_input(
-    subject: str, word: str, x: Any, layouts: Mapping[int, str], width: int, weight: Tensor
+    subject: str, word: str, x: Any, layouts: Mapping[int, str], width: int, weight: Tensor | None
 ) -> None:
-    """`InvalidInput` where `x` has none of the layouts (number of axes -> its words), another width, or does not meet `weight`."""
+    """`InvalidInput` where `x` has none of the layouts (number of axes -> its words), another width, or does not meet `weight`.
+
+    weight: what `x` is multiplied with as it is; None where something else computes the projection and takes what it takes.
+    """
     if not isinstance(x, Tensor) or x.dim() not in layouts or x.shape[-1] != width:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(
             f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}"
         )
+    if weight is None:
+        return
     if x.device != weight.device or (x.dtype != weight.dtype and not autocast_on(x.device)):
         raise InvalidInput(
             f"{subject}: {word} is {x.dtype} on {x.device} and the module {weight.dtype} on {weight.device}; "
             "cast or move one of them"
         )
+
+
+def plain_weight(projection: nn.Module) -> Tensor | None:
+    """The weight of a projection that multiplies its input with it and does nothing else, so that dtypes and devices must agree.
+
+    None for a layer of 8 or 4 bits, a dynamically quantised one, a wrapper such as LoRA's, a parametrised or offloaded one.
+    """
+    if type(projection) not in (nn.Linear, NonDynamicallyQuantizableLinear):
+        return None
+    if "forward" in projection.__dict__ or projection._forward_pre_hooks:
+        return None
+    weight = projection._parameters.get("weight")
+    return weight if type(weight) is nn.Parameter and weight.is_floating_point() else None
+
+
+def placement(*modules: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where, and in what dtype, modules compute: those of their first floating-point tensor of 16 bits or more.
+
+    The dtype is torch's default where all are quantised, the device then that of any tensor, and the CPU where there is none.
+    """
+    device = None
+    for module in modules:
+        for held in (*module.parameters(), *module.buffers()):
+            if held.is_floating_point() and held.itemsize >= 2:
+                return held.device, held.dtype
+            device = held.device if device is None else device
+    return torch.device("cpu") if device is None else device, torch.get_default_dtype()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from attnlab.mask import AttentionMask
 
 _LIMIT = 1024
+_changing = threading.Lock()  # between the look at a generation and what is held of it
 _everything: WeakSet[Remembered] = WeakSet()
 
 
@@ -24,15 +26,17 @@ class Remembered:
     def __init__(self) -> None:
         self.held: dict[Any, Any] = {}
         self.generation = 0
-        _everything.add(self)
+        with _changing:
+            _everything.add(self)
 
     def put(self, name: Any, what: object, since: int) -> None:
         """Hold `what` unless all was forgotten since that generation."""
-        if since != self.generation:
-            return
-        if len(self.held) >= _LIMIT:
-            self.held.clear()
-        self.held[name] = what
+        with _changing:
+            if since != self.generation:
+                return
+            if len(self.held) >= _LIMIT:
+                self.held.clear()
+            self.held[name] = what
 
 
 class Shortcuts(Remembered):
@@ -66,6 +70,7 @@ class Shortcuts(Remembered):
 
 def forget() -> None:
     """Empty them all: the registry changed."""
-    for remembered in list(_everything):
-        remembered.generation += 1
-        remembered.held.clear()
+    with _changing:
+        for remembered in list(_everything):
+            remembered.generation += 1
+            remembered.held.clear()

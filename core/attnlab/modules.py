@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlab._module_arguments import check_input, check_widths, variant_of
+from attnlab._module_arguments import check_input, check_widths, placement, plain_weight, variant_of
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
 from attnlab.errors import InvalidInput, nearest
@@ -118,12 +118,12 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         layout = {3: "[B, L, E]" if self.batch_first else "[L, B, E]"}
-        for word, x, width in (
-            ("query", query, self.embed_dim),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
+        for word, x, width, projection in (
+            ("query", query, self.embed_dim, self.query_projection),
+            ("key", key, self.kdim, self.key_projection),
+            ("value", value, self.vdim, self.value_projection),
         ):
-            check_input("MultiHeadAttention", word, x, layout, width, self.key_projection.weight)
+            check_input("MultiHeadAttention", word, x, layout, width, plain_weight(projection))
         if "dropout_p" in arguments:
             raise InvalidInput(
                 "MultiHeadAttention: dropout is set once, with dropout= when the module is made"
@@ -175,8 +175,9 @@ class MultiHeadAttention(nn.Module):
         **further: Any,
     ) -> Any:
         """The variant's empty state, by default on the projections' device and in their dtype; `initial=` for recurrences."""
-        like = self.key_projection.weight
-        device, dtype = device or like.device, dtype or like.dtype
+        if device is None or dtype is None:
+            usual = placement(self.key_projection, self)
+            device, dtype = device or usual[0], dtype or usual[1]
         inner = self.attention.init_state(batch, capacity, device, dtype, **further)
         if self.short_convolution is None:
             return inner

@@ -131,7 +131,7 @@ def _known(path: str, module: nn.Module, asking: Mapping[int, str]) -> Layer | N
 
 def _torchs(module: nn.Module, chosen: Mapping[str, Any]) -> nn.Module:
     assert isinstance(module, nn.MultiheadAttention)
-    return MultiheadAttention.from_torch(module, variant=chosen)
+    return MultiheadAttention.around(module, chosen)
 
 
 def _timms(module: nn.Module, chosen: Mapping[str, Any]) -> nn.Module:

@@ -19,17 +19,22 @@ from attnlab.state import State
 class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's state. Keys and values pass through it: what was seen before is in the state, not in the keys."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, variant: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.attention = attention
+        self.variant = variant
         self.state: State | None = None
         self.seen = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The empty state for this batch."""
+        """The variant makes the state itself, in its first call."""
         self.device, self.dtype = key_states.device, key_states.dtype
-        self.state = self.attention.init_state(key_states.shape[0], device=self.device, dtype=self.dtype)
         self.is_initialized = True
+
+    def state_for(self, attention: Attention, key: Tensor) -> State:
+        """The state that a call of `attention` with these keys goes on from: an empty one where nothing was seen."""
+        if self.state is None:
+            self.state = attention.init_state(key.shape[0], device=key.device, dtype=key.dtype)
+        return self.state
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -37,11 +42,11 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The new tokens' keys and values as they are."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.state is None or self.state.length != self.seen:
+        held = 0 if self.state is None else self.state.length
+        if held != self.seen:
             raise AttnlabError(
-                f"StateCache: {self.attention.name} was handed {self.seen} tokens and its state holds "
-                f"{0 if self.state is None else self.state.length}: its model did not call the variant; is it installed, "
-                "and the cache made for this model?"
+                f"StateCache: {self.variant} was handed {self.seen} tokens and its state holds {held}: its model did not call "
+                "the variant; is it installed, and the cache made for this model?"
             )
         self.seen += key_states.shape[2]
         return key_states, value_states
@@ -105,7 +110,7 @@ class StateCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        found: dict[int, Attention] = {}
+        found: dict[int, str] = {}
         for path, module in attention_layers(model).items():
             number = getattr(module, "layer_idx", None)
             installed = getattr(module, "attnlab", None)
@@ -121,7 +126,7 @@ class StateCache(Cache):
                 raise UnsupportedRequest(
                     f"StateCache: {attention.name} ({path}) has no state; use transformers' own cache"
                 )
-            found[number] = attention
+            found[number] = attention.name
         if sorted(found) != list(range(len(found))) or not found:
             raise InvalidInput(
                 f"StateCache: expected causal layers numbered from 0 in {type(model).__name__}, got {sorted(found) or 'none'}"

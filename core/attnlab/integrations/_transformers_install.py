@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlab._choice import choice, storable
+from attnlab._module_arguments import placement
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
 from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest
+from attnlab.integrations._facts_of_calls import FactsOfCalls
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
 from attnlab.integrations._transformers_function import Callee, ModelFunction, check_positions
 from attnlab.integrations._transformers_layers import (
@@ -42,6 +45,22 @@ _LEFT = "_attnlab_left"  # on layers that were left as they are
 _REST = "dot_product"  # exact: what layers without a variant compute
 
 
+@dataclass(frozen=True)
+class LayerCall:
+    """What the call of a layer says that its implementation is not told.
+
+    source: the input `[B, L, width]` that gates are made from, where the variant takes any. state: the layer of a `StateCache`.
+    offset: where the first query stands, where only the layer's cache says so.
+    """
+
+    source: Tensor | None = None
+    state: StateLayer | None = None
+    offset: Any = None
+
+
+_calls = FactsOfCalls("attnlab_installed_calls")
+
+
 class InstalledAttention(nn.Module):
     """One layer's variant, with the gates that it needs made from the layer's input; the layer calls it.
 
@@ -52,9 +71,6 @@ class InstalledAttention(nn.Module):
         super().__init__()
         self.attention = attention
         self.gate_projections = GateProjections(attention, width)
-        self._source: Tensor | None = None
-        self._layer: StateLayer | None = None
-        self._offset: Any = None
 
     @property
     def name(self) -> str:
@@ -64,32 +80,24 @@ class InstalledAttention(nn.Module):
     def capabilities(self) -> Capabilities:
         return self.attention.capabilities
 
-    @property
-    def shift_invariant(self) -> bool:
-        return self.attention.shift_invariant
-
-    def default_scale(self) -> float | None:
-        return self.attention.default_scale()
-
-    def query_factor(self, scale: float) -> float | None:
-        return self.attention.query_factor(scale)
-
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """What the layer's call says that its implementation is not told: its input, and where its state is."""
-        self._source = source_of(args, kwargs) if self.gate_projections else None
+    def call_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
+        """The facts of a call of the layer `module` with these arguments."""
+        source = source_of(args, kwargs) if self.gate_projections else None
         given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
         if cross_source(kwargs) is None:
-            self._layer = state_layer(given, number)
-        elif self.attention.reads_query_positions and not self.capabilities.position_free:
-            queries: Tensor = args[0] if args else kwargs["hidden_states"]
-            self._offset = first_position(given, number, queries.shape[1])
+            return LayerCall(source, state_layer(given, number))
+        if self.capabilities.position_free or not self.attention.reads_query_positions:
+            return LayerCall(source)
+        queries: Tensor = args[0] if args else kwargs["hidden_states"]
+        return LayerCall(source, offset=first_position(given, number, queries.shape[1]))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
-        """The arguments of `Attention.forward`."""
-        source, layer, offset = self._source, self._layer, self._offset
-        self._source = self._layer = self._offset = None
-        if offset is not None:
-            asked["offset"] = offset
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, /, *, layer_call: LayerCall, **asked: Any
+    ) -> AttentionOutput:
+        """The arguments of `Attention.forward`, and the facts of the layer's call."""
+        source, layer = layer_call.source, layer_call.state
+        if layer_call.offset is not None:
+            asked["offset"] = layer_call.offset
         if self.attention.qk_l2norm:
             query, key = normalize(query, dim=-1), normalize(key, dim=-1)
         if source is not None:
@@ -109,10 +117,31 @@ class InstalledAttention(nn.Module):
                 "it makes none for the past; decode with transformers' own cache"
             )
         result: AttentionOutput = self.attention(
-            query, key, value, **_of_new_tokens(asked), state=layer.state
+            query, key, value, **_of_new_tokens(asked), state=layer.state_for(self.attention, key)
         )
         layer.state = result.state
         return result
+
+
+class _ServedCall:
+    """What serves one call of a layer: its installed variant, told the facts of that call. A `Callee`."""
+
+    def __init__(self, installed: InstalledAttention, layer_call: LayerCall) -> None:
+        self.installed, self.layer_call = installed, layer_call
+        self.name, self.capabilities = installed.name, installed.capabilities
+        self.shift_invariant = installed.attention.shift_invariant
+
+    def default_scale(self) -> float | None:
+        return self.installed.attention.default_scale()
+
+    def query_factor(self, scale: float) -> float | None:
+        return self.installed.attention.query_factor(scale)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
+        result: AttentionOutput = self.installed(query, key, value, layer_call=self.layer_call, **asked)
+        return result
+
+    forward = __call__
 
 
 def _of_new_tokens(asked: dict[str, Any]) -> dict[str, Any]:
@@ -243,9 +272,9 @@ def _made(chosen: Mapping[str, Any], layers: Mapping[str, LayerSizes]) -> dict[s
 def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> None:
     for path, installed in made.items():
         module = model.get_submodule(path)
-        like = next(module.parameters())
-        module.attnlab = installed.to(like.device, like.dtype).train(module.training)
+        module.attnlab = installed.to(*placement(module, model)).train(module.training)
         module.register_forward_pre_hook(_note, with_kwargs=True)
+        module.register_forward_hook(_forget, always_call=True)
     for path, module in attention_layers(model).items():
         if path not in made:
             module.__dict__[_LEFT] = True
@@ -270,7 +299,13 @@ def _hold(held: list[tuple[nn.Module, bool, list[dict[Any, Any]]]]) -> None:
 
 
 def _places(module: nn.Module) -> list[dict[Any, Any]]:
-    return [module._modules, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+    return [
+        module._modules,
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+    ]
 
 
 def _detach(model: PreTrainedModel) -> list[str]:
@@ -284,18 +319,32 @@ def _detach(model: PreTrainedModel) -> list[str]:
             if hook is _note:
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
+        for number, hook in list(module._forward_hooks.items()):
+            if hook is _forget:
+                del module._forward_hooks[number]
+                module._forward_hooks_always_called.pop(number, None)
     return paths
 
 
 def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook that knows no model, so that copies and pickles of one carry it."""
-    module.attnlab.note(module, args, kwargs)  # type: ignore[union-attr,operator]
+    _calls.push(module, module.attnlab.call_of(module, args, kwargs))  # type: ignore[union-attr,operator]
+
+
+def _forget(module: nn.Module, args: Any, output: Any) -> None:
+    _calls.pop(module)
 
 
 def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
     installed = module._modules.get("attnlab")
-    if installed is not None:
-        return installed  # type: ignore[return-value]
+    if isinstance(installed, InstalledAttention):
+        layer_call = _calls.of(module)
+        if layer_call is None:
+            raise AttnlabError(
+                f"{installed.name}: the attention of {type(module).__name__} was called outside a call of the layer itself, whose "
+                "hooks say what its gates, state and positions are; call the layer, and checkpoint whole layers"
+            )
+        return _ServedCall(installed, layer_call)
     if _LEFT not in module.__dict__:
         raise AttnlabError(
             f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlab._module_arguments import variant_of
+from attnlab._module_arguments import placement, variant_of
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
 from attnlab.interface import Attention
@@ -114,9 +114,11 @@ class TimmAttention(nn.Module):
             raise UnsupportedRequest(
                 f"{_NAME}: {attention.name} declares no dropout of weights; set attn_drop.p = 0"
             )
-        like: Tensor = self.qkv.weight
-        self.attention = attention.to(like.device, like.dtype)
-        self.gates = GateProjections(attention, like.shape[1]).to(like.device, like.dtype)
+        device, dtype = placement(self.qkv, module)
+        # A packed weight does not tell its width, and not every wrapper says it; the usual one is that of all heads.
+        width = int(getattr(self.qkv, "in_features", self.num_heads * self.head_dim))
+        self.attention = attention.to(device, dtype)
+        self.gates = GateProjections(attention, width).to(device, dtype)
         self.training = module.training
         for own in (self.attention, self.gates):
             own.train(module.training)

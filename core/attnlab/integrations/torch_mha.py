@@ -21,22 +21,23 @@ Needs torch; imported only when asked for. Where it differs from torch's own, in
 - The weights are those after dropout, as there, with the very mask that the output was made with; which pairs are dropped is
   drawn in another order. `dropout` in eval mode does nothing.
 - Train and eval mode, grad and no-grad take one path. Neither this module nor `nn.TransformerEncoderLayer` around it takes
-  torch's fast path. Building an `nn.TransformerEncoder` of such a layer wants `enable_nested_tensor=False`, else torch warns.
+  torch's fast path, which a hook on `gates` keeps away.
 - Nested tensors (`batch_first=True`, without masks, layout `torch.strided`) are served in every mode; weights come padded.
-- `out_proj` is called as a module, so that its hooks run.
+- `out_proj` is called as a module, so that its hooks run, and a quantised, adapted or parametrised one computes what it computes.
 - A variant with parameters, buffers or gates of its own adds keys below `attention.` and `gates.` to the state dict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlab._module_arguments import check_input, check_widths, variant_of
+from attnlab._module_arguments import check_input, check_widths, plain_weight, variant_of
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
 from attnlab.errors import InvalidInput, UnsupportedRequest
@@ -48,6 +49,15 @@ from attnlab.modules import GateProjections
 __all__ = ["MultiheadAttention"]
 
 _NAME = "MultiheadAttention"
+_OWN = (
+    "in_proj_weight",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+    "in_proj_bias",
+    "bias_k",
+    "bias_v",
+)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -108,30 +118,33 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         self.attention = made.to(device=device, dtype=dtype)
         self.gates = GateProjections(made, kdim).to(device=device, dtype=dtype)
-
-    def _reset_parameters(self) -> None:
-        self._qkv_same_embed_dim = self.in_proj_weight is not None
-        super()._reset_parameters()
-        # nn.TransformerEncoderLayer takes its own fast path, past `forward`, only where this is True.
-        self._qkv_same_embed_dim = False
+        self.gates.register_forward_pre_hook(_keep_fast_path_away)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickle or copy; what older ones lack follows from the parameters, or is the default."""
         parameters, modules = state["_parameters"], state["_modules"]
-        width = modules["out_proj"].weight.shape[0]
-        apart = parameters.get("in_proj_weight") is None
+        heads, head_dim = modules["attention"].num_heads, modules["attention"].head_dim
+
+        def width(name: str) -> int:
+            weight: Tensor | None = parameters.get(name)
+            return heads * head_dim if weight is None else weight.shape[1]
+
         defaults = {
-            "embed_dim": width,
-            "num_heads": modules["attention"].num_heads,
-            "head_dim": modules["attention"].head_dim,
-            "kdim": parameters["k_proj_weight"].shape[1] if apart else width,
-            "vdim": parameters["v_proj_weight"].shape[1] if apart else width,
+            "embed_dim": heads * head_dim,
+            "num_heads": heads,
+            "head_dim": head_dim,
+            "kdim": width("k_proj_weight"),
+            "vdim": width("v_proj_weight"),
             "dropout": 0.0,
             "batch_first": False,
             "add_zero_attn": False,
             **{name: None for name in ("bias_k", "bias_v") if name not in parameters},
         }
-        super().__setstate__({**defaults, **state, "_qkv_same_embed_dim": False})  # type: ignore[no-untyped-call]
+        state = {**defaults, **state}
+        same = state["kdim"] == state["vdim"] == state["embed_dim"]
+        super().__setstate__({**state, "_qkv_same_embed_dim": same})  # type: ignore[no-untyped-call]
+        if _keep_fast_path_away not in self.gates._forward_pre_hooks.values():
+            self.gates.register_forward_pre_hook(_keep_fast_path_away)
 
     @classmethod
     def from_torch(
@@ -144,12 +157,20 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> MultiheadAttention:
         """A module with the settings of torch's `module` and copies of its weights; `dropout` replaces its own where given.
 
-        Device, dtype, training mode and `requires_grad` are kept, hooks are not. A subclass of torch's module computes something
-        of its own and is an `InvalidInput`.
+        Device, dtype, training mode and `requires_grad` are kept, hooks are not. An `out_proj` that is no plain layer, such as one with
+        a LoRA adapter, is copied whole. A subclass of torch's module computes something of its own and is an `InvalidInput`, and so
+        is one that holds something beside what torch's has, as pruned weights.
         """
         if type(module) is not nn.MultiheadAttention:
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
             raise InvalidInput(
-                f"{_NAME}: from_torch takes a torch.nn.MultiheadAttention and no subclass of it, got {type(module).__name__}"
+                f"{_NAME}: from_torch takes a torch.nn.MultiheadAttention and no subclass of it, got {kind}"
+            )
+        strange = sorted({*module._parameters, *module._buffers, *module._modules} - {*_OWN, "out_proj"})
+        if strange:
+            raise InvalidInput(
+                f"{_NAME}: from_torch takes what torch.nn.MultiheadAttention has, and this one holds {', '.join(strange)} beside it; "
+                "make it a plain module first, for pruned weights by torch.nn.utils.prune.remove"
             )
         settings = _settings(module)
         if dropout is not None:
@@ -157,6 +178,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         made = cls(**settings, variant=variant, **options)
         _copy(module, made)
         return made
+
+    @classmethod
+    def around(cls, module: nn.MultiheadAttention, variant: str | Mapping[str, Any]) -> MultiheadAttention:
+        """As `from_torch`, with the very parameters and `out_proj` of `module` and no copies."""
+        made = cls(**_settings(module), variant=variant)
+        made._parameters.update(module._parameters)
+        made.out_proj = module.out_proj
+        return made.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
         """Torch's own module with these settings and copies of these weights: softmax of the scaled dot product, whatever the variant.
@@ -232,10 +261,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         both = {2: "[L, E]", 3: "[N, L, E]" if self.batch_first else "[L, N, E]"}
-        check_input(_NAME, "query", query, both, self.embed_dim, self.out_proj.weight)
+        own = self._parameters
+        weight = own.get("q_proj_weight") if own.get("in_proj_weight") is None else own["in_proj_weight"]
+        check_input(_NAME, "query", query, both, self.embed_dim, weight)
         same = {query.dim(): both[query.dim()].replace("L", "S")}
-        check_input(_NAME, "key", key, same, self.kdim, self.out_proj.weight)
-        check_input(_NAME, "value", value, same, self.vdim, self.out_proj.weight)
+        check_input(_NAME, "key", key, same, self.kdim, weight)
+        check_input(_NAME, "value", value, same, self.vdim, weight)
 
     def _sequences_first(self, x: Tensor) -> Tensor:
         """`x` as `[N, L, E]`, a view."""
@@ -328,7 +359,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _settings(module: nn.MultiheadAttention) -> dict[str, Any]:
     """The arguments of torch's constructor that make its like."""
     same = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
-    like = module.out_proj.weight
+    like: Tensor = module.q_proj_weight if module.in_proj_weight is None else module.in_proj_weight
     return {
         **{name: getattr(module, name) for name in same},
         "bias": module.in_proj_bias is not None,
@@ -341,6 +372,27 @@ def _settings(module: nn.MultiheadAttention) -> dict[str, Any]:
 def _copy(source: nn.MultiheadAttention, target: nn.MultiheadAttention) -> None:
     """Weights, `requires_grad` and training mode of one module in the other."""
     with torch.no_grad():
-        for name, parameter in source.named_parameters():
-            target.get_parameter(name).copy_(parameter).requires_grad_(parameter.requires_grad)
+        for name in _OWN:
+            value = getattr(source, name)
+            if value is not None:
+                target.get_parameter(name).copy_(value).requires_grad_(value.requires_grad)
+        if plain_weight(source.out_proj) is None:
+            target.out_proj = _copied(source.out_proj)
+        else:
+            for name, parameter in source.out_proj.named_parameters():
+                target.out_proj.get_parameter(name).copy_(parameter).requires_grad_(parameter.requires_grad)
     target.train(source.training)
+
+
+def _copied(projection: nn.Module) -> Any:
+    try:
+        return deepcopy(projection)
+    except RuntimeError as error:  # a pruned layer, whose weight is the result of a computation
+        raise InvalidInput(
+            f"{_NAME}: out_proj is a {type(projection).__name__} that cannot be copied ({error}); take it back to a plain layer first, "
+            "for pruned weights by torch.nn.utils.prune.remove"
+        ) from error
+
+
+def _keep_fast_path_away(module: nn.Module, args: Any) -> None:
+    """Does nothing: `nn.TransformerEncoderLayer` takes its own path, past `forward`, unless some module in it has a hook."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ _log = logging.getLogger("attnlab.registry")
 # Facts that register() takes beside summary and replaces; the class itself is the target.
 _FACTS = tuple(k for k in CHECKS if k not in ("target", "extends", "summary", "replaces", "api_version"))
 
+_registering = threading.Lock()  # of all registries: it takes milliseconds
+
 
 class Registry:
     """Variants by name. Listing and asking for facts reads files only; `variant_class` and `create` import.
@@ -41,8 +44,9 @@ class Registry:
         self.files: list[LayerFile] = []
         self._reads: list[Read] = []
         self._file_problems: list[str] = []
-        self._classes: dict[str, type[Attention]] = {}
-        self._failures: dict[str, str] = {}
+        # With the entry that each came from: another thread may register the name anew while a class is imported.
+        self._classes: dict[str, tuple[Entry, type[Attention]]] = {}
+        self._failures: dict[str, tuple[Entry, str]] = {}
         for layer in layers:
             self._read(layer)
         self._entries, self._row_problems = merge(self._reads)
@@ -73,7 +77,9 @@ class Registry:
 
     def info(self, name: str) -> VariantInfo:
         """What is known about `name` without importing it. Raises `UnknownVariant`."""
-        return describe(self._entry(name), self._failures.get(name))
+        entry = self._entry(name)
+        failed = self._failures.get(name)
+        return describe(entry, failed[1] if failed is not None and failed[0] is entry else None)
 
     def variant_class(self, name: str) -> type[Attention]:
         """The class behind `name`, imported now if it was not.
@@ -81,8 +87,12 @@ class Registry:
         Raises `UnknownVariant`; `VariantUnavailable` (something is missing, disabled or not trusted);
         `PluginError` (the plugin is broken); `RegistryFileError` (the name's rows are).
         """
-        entry = self._entry(name)
-        loaded = self._classes.get(name)
+        return self._class_of(self._entry(name))
+
+    def _class_of(self, entry: Entry) -> type[Attention]:
+        name = entry.name
+        known = self._classes.get(name)
+        loaded = known[1] if known is not None and known[0] is entry else None
         if refusal := refuse(entry, loaded=loaded is not None):
             raise refusal.raised_for(name)
         if loaded is not None:
@@ -92,10 +102,10 @@ class Registry:
         try:
             found = load_class(entry)
         except AttnlabError as error:
-            self._failures[name] = str(error)
+            self._failures[name] = entry, str(error)
             raise
         self._failures.pop(name, None)
-        self._classes[name] = found
+        self._classes[name] = entry, found
         _say_where_from(entry)
         return found
 
@@ -121,7 +131,7 @@ class Registry:
             from attnlab.registry.making import check_options
 
             check_options(entry, options)
-        cls = self.variant_class(name)
+        cls = self._class_of(entry)
         from attnlab.registry.making import make
 
         dims = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
@@ -168,12 +178,13 @@ class Registry:
             {k: v for k, v in given.items() if v not in (None, "")},
             cls=target_class,
         )
-        level = max((read.layer.level for read in self._reads), default=0) + 1
-        read = Read(LayerFile(Path(), "program", level=level), "", [row], [])
-        # Registering is all or nothing: the new entries take over only once they are complete.
-        entries, problems = merge([*self._reads, read])
-        self._reads.append(read)
-        self._entries, self._row_problems = entries, problems
+        with _registering:
+            level = max((read.layer.level for read in self._reads), default=0) + 1
+            read = Read(LayerFile(Path(), "program", level=level), "", [row], [])
+            # Registering is all or nothing: the new entries take over only once they are complete.
+            entries, problems = merge([*self._reads, read])
+            self._reads.append(read)
+            self._entries, self._row_problems = entries, problems
         self._classes.clear()
         self._failures.clear()
         forget_instances()

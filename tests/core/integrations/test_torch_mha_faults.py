@@ -144,9 +144,11 @@ def test_from_torch_takes_dropout_and_options_of_the_variant():
 
 
 def test_from_torch_takes_no_subclass():
-    with pytest.raises(InvalidInput, match="no subclass of it, got MultiheadAttention"):
+    with pytest.raises(
+        InvalidInput, match=r"no subclass of it, got attnlab\.integrations\.torch_mha\.MultiheadAttention"
+    ):
         MultiheadAttention.from_torch(module())
-    with pytest.raises(InvalidInput, match="got Linear"):
+    with pytest.raises(InvalidInput, match=r"got torch\.nn\.modules\.linear\.Linear"):
         MultiheadAttention.from_torch(nn.Linear(2, 2))
 
 

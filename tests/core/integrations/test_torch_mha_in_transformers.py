@@ -145,7 +145,7 @@ def test_an_encoder_gives_its_own_answer_where_torch_would_take_its_fast_path(pa
     present = torch.ones(N, SOURCE).bool() if padding is None else ~padding
     torch.testing.assert_close(found[present], wanted[present], **CLOSE)
     assert Counting.calls == 2
-    right_padded = padding is PADDED_SOURCE and mask is None and not built_of_ours
+    right_padded = padding is PADDED_SOURCE and mask is None
     assert Counting.nested == (2 if right_padded else 0)
 
 
