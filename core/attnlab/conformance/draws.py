@@ -100,6 +100,32 @@ def require_exact(variant: Any, inputs: Inputs) -> None:
         raise NotApplicable(
             "it is random by design: its mean is compared with the definition, no single call"
         )
+    if _differs_plainly(variant, inputs):
+        raise NotApplicable(
+            "it does not claim `exact`, states no reason, and a plain call differs from its definition: see agrees_with_definition"
+        )
+
+
+def gives_up_exact_silently(variant: Any) -> bool:
+    """Whether it does not claim `exact` and no note says why."""
+    have = variant.capabilities
+    return not have.exact and not have.notes.get("exact")
+
+
+def _differs_plainly(variant: Any, inputs: Inputs) -> bool:
+    """Whether even a plain call is not what the definition says, so that nothing more is to be learned from other calls."""
+    from attnlab.conformance.inputs import define, draw
+
+    case = replace(inputs.case, features=(), needs=(), note="", batch=2, query_length=7, key_length=7, seed=0)
+    plain = draw(case, variant)
+    low = torch.float32 if plain.query.dtype == torch.float64 else plain.query.dtype
+    with torch.no_grad():
+        exact = define(variant, plain)["out"]
+        error = largest(define(variant, plain, dtype=low)["out"] - exact)
+        got = once(variant, plain, case.seed)
+    size = max(largest(exact), largest(plain.value))
+    limit = 2 * error + rounding_bound(case.dtype, terms=_terms(plain), magnitude=size).limit
+    return not bool(got.isfinite().all()) or largest(got - exact) > limit
 
 
 def require_served(variant: Any, inputs: Inputs) -> None:

@@ -97,9 +97,11 @@ def _segments(case: Case, _: Generator) -> tuple[Tensor, Tensor]:
 
 
 def _allowed(case: Case, generator: Generator, *shape: int) -> Tensor:
-    """Random visibility whose second row (where there is one) sees nothing."""
+    """Random visibility: the second row sees nothing, and the third sees nothing in the last item and head of several."""
     allowed = _chance(generator, 0.6, *shape, case.query_length, case.key_length)
     allowed[..., 1:2, :] = False
+    if max(shape, default=1) > 1:
+        allowed[-1:, -1:, 2:3] = False
     return allowed
 
 
@@ -115,9 +117,10 @@ def leans_on_distance(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
 
 
 def _hiding_bias(case: Case, generator: Generator) -> Tensor:
-    bias = normal(generator, 1, 1, case.query_length, case.key_length)
+    """Each head hides other pairs; the first row sees nothing in any head."""
+    bias = normal(generator, 1, case.num_heads, case.query_length, case.key_length)
     hidden = _chance(generator, 0.4, *bias.shape)
-    hidden[..., :1, :] = True  # the first row sees nothing
+    hidden[..., :1, :] = True
     return bias.masked_fill(hidden, -torch.inf)
 
 
@@ -148,9 +151,13 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "mask": _made("mask", "mask", _allowed),
         "mask_per_item": _made("mask", "mask", lambda c, g: _allowed(c, g, c.batch, 1)),
         "mask_per_head": _made("mask", "mask", lambda c, g: _allowed(c, g, 1, c.num_heads)),
+        "mask_of_each": _made("mask", "mask", lambda c, g: _allowed(c, g, c.batch, c.num_heads)),
         "mask_mod": _fixed("mask_mod", mask_mod=hides_a_third),
         "bias": _made("bias", "bias", lambda c, g: normal(g, 1, c.num_heads, c.query_length, c.key_length)),
         "bias_per_key": _made("bias", "bias", lambda c, g: normal(g, c.batch, 1, 1, c.key_length)),
+        "bias_of_each": _made(
+            "bias", "bias", lambda c, g: normal(g, c.batch, c.num_heads, c.query_length, c.key_length)
+        ),
         "hiding_bias": _made("bias", "bias", _hiding_bias),
         "softcap": _fixed("softcap", softcap=1.5),
         "score_mod": _fixed("score_mod", score_mod=leans_on_distance),

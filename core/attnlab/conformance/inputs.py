@@ -13,7 +13,7 @@ from torch import Tensor
 from attnlab.conformance import visibility
 from attnlab.conformance.cases import Case
 from attnlab.conformance.check import NotApplicable
-from attnlab.conformance.draws import draws_freely, require_exact, seeded_draws
+from attnlab.conformance.draws import draws_freely, require_exact, require_served, seeded_draws
 from attnlab.conformance.features import FEATURES, normal
 from attnlab.conformance.machinery import machinery_of
 from attnlab.conformance.tolerances import Bound, bound, largest
@@ -164,7 +164,11 @@ def define(
     parameters: Mapping[str, Tensor] | None = None,
     visible: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The definition's answer, with everything cast to `dtype` (and left in the graph)."""
+    """The definition's answer, with everything cast to `dtype` (and left in the graph).
+
+    `UnsupportedRequest` for what the variant itself refuses: definitions need not know its limits.
+    """
+    require_served(variant, inputs)
     rules = inputs.rules()
     seen = visibility.dense(rules) if visible is None else visible
     where = visibility.positions(rules)
@@ -204,6 +208,11 @@ def exact_and_bound(variant: Any, inputs: Inputs, what: str = "out") -> tuple[Te
     `NotApplicable` for a variant that is random or gives up `exact`.
     """
     require_exact(variant, inputs)
+    return defined_and_bound(variant, inputs, what)
+
+
+def defined_and_bound(variant: Any, inputs: Inputs, what: str = "out") -> tuple[Tensor, Bound]:
+    """`exact_and_bound` without asking whether the variant claims `exact`."""
     case = inputs.case
     visible = inputs.visible()
     with torch.no_grad():

@@ -6,6 +6,7 @@ observed and what was expected, the bound and where it comes from, what to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ def where(variant: Any, case: Case) -> str:
     )
 
 
-def index_of(what: str, flat: int, shape: torch.Size) -> str:
-    """`[b=0, h=1, i=3, d=2]` for a flat index."""
+def index_of(what: str, flat: int, shape: torch.Size, rows: Sequence[int] | None = None) -> str:
+    """`[b=0, h=1, i=3, d=2]` for a flat index; `rows` are the query rows that the tensor holds, where it does not hold all."""
     numbers: list[int] = []
     for size in reversed(shape):
         numbers.append(flat % size)
@@ -46,6 +47,8 @@ def index_of(what: str, flat: int, shape: torch.Size) -> str:
     numbers.reverse()
     names = AXES.get(what.split(" ")[-1])
     if names is not None and len(names) == len(numbers):
+        if rows is not None and "i" in names:
+            numbers[names.index("i")] = rows[numbers[names.index("i")]]
         return "[" + ", ".join(f"{n}={x}" for n, x in zip(names, numbers, strict=True)) + "]"
     return "[" + ", ".join(map(str, numbers)) + "]"
 
@@ -65,13 +68,15 @@ def demand_close(
     *,
     what: str,
     versus: str,
-    advice: str,
+    advice: str | Callable[[], str],
     inputs: Any = None,
+    rows: Sequence[int] | None = None,
 ) -> None:
     """Fail unless every element of `got` is within `limit` of `exact`.
 
-    what: "out", "weights", "gradient of key", ...; versus: what `exact` is, in words; inputs: those of the call,
-    where the message of an out, weights or lse should say which keys the query sees.
+    what: "out", "weights", "gradient of key", ...; versus: what `exact` is, in words; advice: a sentence, or a function that
+    finds one once the comparison has failed; inputs: those of the call, where the message of an out, weights or lse should say
+    which keys the query sees; rows: the query rows that the tensors hold, where they do not hold all.
     """
     demand(
         got is not None, variant, case, f"{what} was asked for and is None", "Return it in AttentionOutput"
@@ -82,7 +87,7 @@ def demand_close(
         variant,
         case,
         f"{what} has shape {list(got.shape)}, expected {list(exact.shape)}",
-        "See CONTRACT section 1 for shapes",
+        "out is [B, Hq, Lq, Dv], weights [B, Hq, Lq, Lk], lse [B, Hq, Lq], a gradient has its tensor's shape",
     )
     if not exact.numel():
         return
@@ -92,11 +97,11 @@ def demand_close(
         return
     over = int((gap > limit.limit).sum())
     a, b = float(got.detach().flatten()[worst]), float(exact.detach().flatten()[worst])
-    sees = "" if inputs is None else _what_it_sees(inputs, worst, got.shape)
+    sees = "" if inputs is None else _what_it_sees(variant, inputs, worst, got.shape)
     raise AssertionError(
-        f"{where(variant, case)}: {what} differs from {versus} at {index_of(what, worst, got.shape)}: "
+        f"{where(variant, case)}: {what} differs from {versus} at {index_of(what, worst, got.shape, rows)}: "
         f"got {_apart(a, b)}, expected {_apart(b, a)}{sees}, error {float(gap.flatten()[worst]):.3g} > bound {limit.limit:.3g} "
-        f"({limit.origin}); {over} of {gap.numel()} elements are outside. {advice}"
+        f"({limit.origin}); {over} of {gap.numel()} elements are outside. {advice if isinstance(advice, str) else advice()}"
     )
 
 
@@ -105,14 +110,40 @@ def _apart(x: float, other: float) -> str:
     return next((f"{x:.{n}g}" for n in range(6, 17) if f"{x:.{n}g}" != f"{other:.{n}g}"), f"{x:.17g}")
 
 
-def _what_it_sees(inputs: Any, flat: int, shape: torch.Size) -> str:
-    """` (this query sees no key)`, or the keys that it sees, for the row that a flat index of out or weights is in."""
+def _what_it_sees(variant: Any, inputs: Any, flat: int, shape: torch.Size) -> str:
+    """` (this query sees no key)`, or the keys that it sees, for the row that a flat index of out or weights is in.
+
+    By the arguments of the call; where the formula itself gives no weight to some of those, the ones that it does are told.
+    """
     b, h, i = (int(x) for x in torch.unravel_index(torch.tensor(flat), shape)[:3])
     keys = inputs.visible()[b, h, i].nonzero().flatten().tolist()
     if not keys:
         return " (a dead row: this query sees no key)"
+    told = f"this query sees {_listed(keys)} of {inputs.key.shape[2]}"
+    weighed = _weighed(variant, inputs, b, h, i)
+    if weighed is None or set(weighed) >= set(keys):
+        return f" ({told})"
+    return f" (by the call's masks {told}; the formula gives weight to {_listed(weighed)})"
+
+
+def _weighed(variant: Any, inputs: Any, b: int, h: int, i: int) -> list[int] | None:
+    """The keys to which the definition gives a row any weight; None where it does not tell."""
+    from attnlab.conformance.inputs import define
+
+    try:
+        with torch.no_grad():
+            weights = define(variant, inputs).get("weights")
+    except Exception:  # a definition of anybody's: this only adds to a message
+        return None
+    return None if weights is None else weights[b, h, i].nonzero().flatten().tolist()
+
+
+def _listed(keys: list[int]) -> str:
+    """`no key`, `key 3`, `keys 0, 1, 2, ...`."""
+    if not keys:
+        return "no key"
     shown = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
-    return f" (this query sees key{'' if len(keys) == 1 else 's'} {shown} of {inputs.key.shape[2]})"
+    return f"key{'' if len(keys) == 1 else 's'} {shown}"
 
 
 def demand_zero(got: Tensor, variant: Any, case: Case, *, what: str, why: str, advice: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnlab.conformance import visibility
 from attnlab.conformance.cases import Case
 from attnlab.conformance.derivatives import Gradients, direction_for, recorded, trained
-from attnlab.conformance.draws import require_exact
+from attnlab.conformance.draws import require_exact, require_served
 from attnlab.conformance.inputs import Inputs, judging, parameters_of, plain_dtype, reduction_terms
 from attnlab.conformance.tolerances import Bound, bound, largest
 
@@ -47,7 +47,8 @@ def define_rows(
     dtype: torch.dtype = torch.float64,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The definition's answer for some query rows."""
+    """The definition's answer for some query rows; `UnsupportedRequest` as for `define`."""
+    require_served(variant, inputs)
     rules = inputs.rules()
     query_positions, key_positions = (p.to(inputs.query.device) for p in visibility.positions(rules))
     cast = inputs.rebuilt({name: x.to(dtype) for name, x in inputs.tensors().items()})

@@ -24,6 +24,7 @@ LABELS = (
     "mask",
     "mask_per_item",
     "mask_per_head",
+    "mask_of_each",
     "negative_offset",
     "hiding_bias",
     "segments",
@@ -48,10 +49,22 @@ def check_dead_rows_are_zero(variant: Any, case: Case) -> None:
         demand_finite(
             answer.out, variant, case, what="out", why="rows that see nothing are 0, never NaN", advice=ADVICE
         )
-        demand_zero(answer.out[dead], variant, case, what="out of a dead row", why=why, advice=ADVICE)
+        demand_zero(
+            torch.where(dead[..., None], answer.out, 0),
+            variant,
+            case,
+            what="a dead row's out",
+            why=why,
+            advice=ADVICE,
+        )
         if answer.weights is not None:
             demand_zero(
-                answer.weights[dead], variant, case, what="weights of a dead row", why=why, advice=ADVICE
+                torch.where(dead[..., None], answer.weights, 0),
+                variant,
+                case,
+                what="a dead row's weights",
+                why=why,
+                advice=ADVICE,
             )
         if answer.lse is not None:
             lowest = answer.lse[dead]
@@ -73,7 +86,7 @@ def check_dead_rows_receive_no_gradient(variant: Any, case: Case) -> None:
             gradient, variant, case, what=f"gradient of {name}", why="some queries see no key", advice=ADVICE
         )
     demand_zero(
-        found["query"][dead],
+        torch.where(dead[..., None], found["query"], 0),
         variant,
         case,
         what="gradient of a dead row's query",

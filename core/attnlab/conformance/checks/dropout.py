@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._averages import require_average
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks._stepping import NEEDS, feed, step
 from attnlab.conformance.derivatives import direction_for, gradients
@@ -56,6 +57,8 @@ def check_dropout_drops_that_share(variant: Any, case: Case) -> None:
             advice="Dropout acts on the normalised weights and divides the kept ones by 1 - p",
         )
         n = int(counted.sum())
+        if not n:
+            raise NotApplicable("its formula gives no weight here that could be dropped")
         share = 1 - int(kept.sum()) / n
         bound = SIGMAS * (p * (1 - p) / n) ** 0.5
         demand(
@@ -145,6 +148,8 @@ def check_dropout_reaches_past_and_new_keys(variant: Any, case: Case) -> None:
     )
     for word, columns in (("past", slice(0, past)), ("new", slice(past, None))):
         n = int(counted[..., columns].sum())
+        if not n:  # a window of the formula's own may hide all of the past
+            continue
         share = 1 - int(kept[..., columns].sum()) / n
         bound = SIGMAS * (p * (1 - p) / n) ** 0.5
         demand(
@@ -171,10 +176,14 @@ def require_linear(variant: Any, inputs: Inputs) -> None:
 
 
 def _identity_values(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
-    """Values that are the unit vectors, so that out is the weights; and the definition's weights."""
+    """Values that are the unit vectors, so that out is the weights; and the definition's weights.
+
+    `NotApplicable` where out is something else than weights times value.
+    """
     inputs = draw(case, variant)
     eye = torch.eye(case.key_length, case.value_dim, dtype=inputs.value.dtype, device=inputs.value.device)
     inputs = inputs.with_tensors(value=eye.expand_as(inputs.value).clone())
+    require_average(variant, inputs)
     with torch.no_grad():
         return inputs, define(variant, inputs)["out"]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._averages import require_average
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.dropout import require_linear
 from attnlab.conformance.checks.gradients import demand_slope, difference, directions
@@ -30,6 +31,7 @@ def check_dropout_masks_are_independent(variant: Any, case: Case) -> None:
     """No item, head, row, column or tile repeats the mask of another, wherever it lies."""
     inputs = draw(case, variant)
     require_linear(variant, inputs)
+    require_average(variant, inputs)
     with torch.no_grad():
         weights = _read_off(variant, inputs, 0.0)
         seen = _read_off(variant, inputs, 0.5)

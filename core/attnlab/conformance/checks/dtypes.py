@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from attnlab.conformance.advice import of_precision
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._averages import require_average
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.derivatives import defined_gradients, direction_for, recorded, trained
 from attnlab.conformance.inputs import FLOAT_ARGUMENTS, Inputs, define, draw, exact_and_bound, reduction_terms
@@ -24,6 +26,7 @@ def check_sums_are_taken_in_float32(variant: Any, case: Case) -> None:
     if variant.capabilities.null_key:
         raise NotApplicable("it declares null_key: a slot without a value takes part of the weight")
     inputs = draw(case, variant)
+    require_average(variant, inputs)
     # Features of a kernelised variant are 19 and more here, so that 5000 of them pass float16's 65504.
     same = inputs.with_tensors(
         query=torch.full_like(inputs.query, 0.5),
@@ -59,7 +62,11 @@ def _demand_mean(variant: Any, inputs: Inputs, limit: Bound, versus: str) -> Non
         inputs.case,
         what="out",
         versus=versus,
-        advice="Take sums over keys in float32 or better, whatever the inputs' dtype, from tile to tile as well",
+        advice=of_precision(
+            variant,
+            inputs.case,
+            "Take sums over keys in float32 or better, whatever the inputs' dtype, from tile to tile as well",
+        ),
     )
 
 
@@ -89,7 +96,11 @@ def check_scores_may_exceed_half_precision(variant: Any, case: Case) -> None:
             case,
             what="out",
             versus=f"the float64 definition ({told})",
-            advice="Compute and hide scores in float32; a fill such as -1e4, -1e9 or the dtype's least is no substitute for -inf",
+            advice=of_precision(
+                variant,
+                case,
+                "Compute and hide scores in float32; a fill such as -1e4, -1e9 or the dtype's least is no substitute for -inf",
+            ),
         )
 
 
@@ -123,7 +134,11 @@ def check_autocast_agrees(variant: Any, case: Case) -> None:
         case,
         what="out",
         versus=f"the float64 definition (autocast to {lower})",
-        advice="Inside autocast torch casts matrix products down: cast explicitly, or disable autocast around sums",
+        advice=of_precision(
+            variant,
+            case,
+            "Inside autocast torch casts matrix products down: cast explicitly, or disable autocast around sums",
+        ),
     )
 
 

@@ -208,7 +208,7 @@ def _cases(scope: Scope) -> Iterable[Case]:
             yield case("causal", needs=("backward",), dtype=dtype)
     yield case("causal", "gqa", needs=("backward",), dtype=scope.base)
     yield case("causal", "longer_keys", needs=("backward",), dtype=scope.base)
-    yield case("mask", "bias", "gqa", needs=("backward",), dtype=scope.base)
+    yield case("mask_of_each", "bias_of_each", "gqa", needs=("backward",), dtype=scope.base)
     yield case("causal", needs=("backward",), dtype=scope.base, batch=1, query_length=71, key_length=71)
     if not (scope.quick and scope.stepwise):
         yield case(needs=("backward",), dtype=scope.base, batch=1, query_length=133, key_length=133)

@@ -81,6 +81,7 @@ def check_heads_are_independent(variant: Any, case: Case) -> None:
                 query=torch.where(keep, inputs.query, other.query),
                 key=torch.where(keep_kv, inputs.key, other.key),
                 value=torch.where(keep_kv, inputs.value, other.value),
+                **_of_other_heads(inputs, other, h),
             )
             after = changed.run(variant).out
             _agree(
@@ -92,6 +93,18 @@ def check_heads_are_independent(variant: Any, case: Case) -> None:
                 "Query head h reads key/value head h // (Hq // Hkv) and nothing else. Where heads mix by design, declare "
                 "known_failures = {'heads_are_independent': KnownFailure(reason)}",
             )
+
+
+def _of_other_heads(inputs: Inputs, other: Inputs, h: int) -> dict[str, Tensor]:
+    """Masks, biases and sinks that differ by head: those of `other` but in head `h`."""
+    named = {}
+    for n in ("mask", "bias", "sinks"):
+        x = inputs.arguments.get(n)
+        if isinstance(x, Tensor) and (n == "sinks" or (x.dim() == 4 and x.shape[1] > 1)):
+            keep = torch.arange(inputs.query.shape[1], device=x.device) == h
+            keep = keep if n == "sinks" else keep.view(1, -1, 1, 1)
+            named[n] = torch.where(keep, x, other.arguments[n])
+    return named
 
 
 def check_grouped_heads_equal_repeated_heads(variant: Any, case: Case) -> None:
@@ -113,9 +126,11 @@ def check_grouped_heads_equal_repeated_heads(variant: Any, case: Case) -> None:
         n: x.repeat_interleave(group, dim=1) if n in ("key", "value") or n.startswith("gates.") else x
         for n, x in inputs.tensors().items()
     }
+    full = full.to(inputs.query.device, inputs.query.dtype)
+    _require_equal_constants(variant, full)
     with torch.no_grad():
         grouped = inputs.run(variant).out
-        repeated = inputs.rebuilt(named).run(full.to(inputs.query.device, inputs.query.dtype)).out
+        repeated = inputs.rebuilt(named).run(full).out
     _agree(
         variant,
         inputs,
@@ -124,6 +139,33 @@ def check_grouped_heads_equal_repeated_heads(variant: Any, case: Case) -> None:
         "the call with key and value heads repeated",
         "Query head h reads key/value head h // (Hq // Hkv): repeat_interleave, not repeat",
     )
+
+
+def _require_equal_constants(variant: Any, full: Any) -> None:
+    """`NotApplicable` where what the two were made with differs: numbers by key/value head, or numbers drawn in `__init__`."""
+    mine, theirs = (
+        {n: x for n, x in _constants(made).items() if n.rpartition(".")[2] != "num_kv_heads"}
+        for made in (variant, full)
+    )
+    for name, x in mine.items():
+        y = theirs.get(name)
+        alike = torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
+        if not alike:
+            raise NotApplicable(
+                f"its constant {name!r} depends on the number of key/value heads or is drawn anew for each instance, so the "
+                "two compute with other numbers"
+            )
+
+
+def _constants(made: torch.nn.Module) -> dict[str, Any]:
+    """Buffers, plain tensors and plain numbers of a module and its children, by name."""
+    found: dict[str, Any] = dict(made.named_buffers())
+    for path, module in made.named_modules():
+        for name, x in vars(module).items():
+            numbers = isinstance(x, (list, tuple)) and all(isinstance(part, (bool, int, float)) for part in x)
+            if not name.startswith("_") and (numbers or isinstance(x, (Tensor, int, float))):
+                found[f"{path}.{name}" if path else name] = x
+    return found
 
 
 def check_modes_agree(variant: Any, case: Case) -> None:
@@ -277,6 +319,10 @@ def item(inputs: Inputs, b: int) -> Inputs:
             return tuple(cut("ids", part) for part in x)
         if isinstance(x, dict):
             return {n: cut("gate", part) for n, part in x.items()}
+        if name == "score_mod":
+            return lambda score, i, *where: x(score, i + b, *where)
+        if name == "mask_mod":
+            return lambda i, *where: x(i + b, *where)
         if isinstance(x, Tensor) and name not in ("sinks",) and not (name == "mask" and x.dim() == 2):
             return x[b : b + 1] if x.dim() and x.shape[0] == size else x
         return x
@@ -287,15 +333,27 @@ def item(inputs: Inputs, b: int) -> Inputs:
 
 
 def _mixed(inputs: Inputs, other: Inputs, b: int) -> Inputs:
-    theirs = other.tensors()
-    named = {}
-    for n, x in inputs.tensors().items():
-        per_item = n in ("query", "key", "value") or n.startswith("gates.")
-        keep = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1)) == b
-        named[n] = (
-            torch.where(keep, x, 10 * theirs[n] if n in ("query", "value") else theirs[n]) if per_item else x
-        )
-    return inputs.rebuilt(named)
+    """Item `b` beside mates with other contents, and with other masks, lengths, offsets and biases where those differ by item."""
+    size = inputs.query.shape[0]
+
+    def mix(name: str, x: Any, y: Any) -> Any:
+        if isinstance(x, tuple) and name == "segments":
+            return tuple(mix(name, one, two) for one, two in zip(x, y, strict=True))
+        if isinstance(x, dict):
+            return {n: mix("gate", part, y[n]) for n, part in x.items()}
+        per_item = isinstance(x, Tensor) and x.dim() and x.shape[0] == size and name != "sinks"
+        if not per_item or (name == "mask" and x.dim() == 2):
+            return x
+        if name in ("query", "value"):
+            y = 10 * y
+        elif torch.equal(x, y):  # lengths and offsets are no random numbers: the mates exchange theirs
+            y = x.roll(1, dims=0)
+        return torch.where(torch.arange(size, device=x.device).view(-1, *[1] * (x.dim() - 1)) == b, x, y)
+
+    main = {n: mix(n, getattr(inputs, n), getattr(other, n)) for n in ("query", "key", "value")}
+    return inputs.with_tensors(
+        **main, **{n: mix(n, x, other.arguments[n]) for n, x in inputs.arguments.items()}
+    )
 
 
 def _agree(variant: Any, inputs: Inputs, got: Tensor, expected: Tensor, versus: str, advice: str) -> None:
@@ -314,7 +372,11 @@ def _batches(scope: Scope) -> Iterable[Case]:
         "key_lengths",
         "segments",
         "mask_per_item",
+        "mask_of_each",
+        "mask_mod",
         "bias_per_key",
+        "bias_of_each",
+        "score_mod",
         "gqa",
     )
     for label in ((), *((x,) for x in labels)):
@@ -326,6 +388,8 @@ def _heads(scope: Scope) -> Iterable[Case]:
     yield case(dtype=scope.base, num_heads=3, num_kv_heads=3)
     yield case("gqa", dtype=scope.base)
     yield case("causal", "gqa", dtype=scope.base)
+    for label in ("mask_per_head", "mask_of_each", "bias", "bias_of_each", "sinks", "mask_mod", "score_mod"):
+        yield case(label, dtype=scope.base, num_heads=3, num_kv_heads=3)
 
 
 def _groups(scope: Scope) -> Iterable[Case]:
@@ -335,6 +399,8 @@ def _groups(scope: Scope) -> Iterable[Case]:
         ("gqa", "causal"),
         ("gqa", "key_mask_left"),
         ("gqa", "value_dim"),
+        ("gqa", "mask_per_head"),
+        ("gqa", "bias", "sinks"),
     ):
         yield case(*labels, dtype=scope.base)
     yield case(dtype=scope.base, num_heads=6, num_kv_heads=2, note="groups of 3")

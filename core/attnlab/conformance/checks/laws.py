@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._averages import require_average
 from attnlab.conformance.draws import require_exact
 from attnlab.conformance.inputs import Inputs, attended, define, draw, reduction_terms
 from attnlab.conformance.messages import demand, demand_close
@@ -69,6 +70,7 @@ def check_equal_values_come_through(variant: Any, case: Case) -> None:
     """Where every value is the same vector, a normalised mean of them is that vector."""
     no_null_slot(variant)
     inputs = draw(case, variant)
+    require_average(variant, inputs)
     same = inputs.value[:, :1, :1].expand_as(inputs.value).clone()
     sees = attended(variant, inputs).unsqueeze(-1)
     expected = torch.where(sees, same[:, :1, :1].expand(-1, case.num_heads, case.query_length, -1), 0)
@@ -92,6 +94,7 @@ def check_one_visible_key_copies_its_value(variant: Any, case: Case) -> None:
     group = case.num_heads // case.num_kv_heads
     value = inputs.value.repeat_interleave(group, dim=1)[:, :, chosen : chosen + 1]
     alone = inputs.with_tensors(key_mask=present)
+    require_average(variant, alone)
     expected = torch.where(attended(variant, alone).unsqueeze(-1), value, 0)
     _agree(
         variant,

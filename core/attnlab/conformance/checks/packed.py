@@ -92,11 +92,11 @@ def check_packed_rows_equal_separate_calls(variant: Any, case: Case) -> None:
         for piece in _pieces(segments):
             alone = piece.cut(inputs).run(variant, **asked)
             b, q, k = piece.row, piece.queries, piece.keys
-            expected["out"][b][:, q] = alone.out[0]
+            expected["out"][b][:, q] = alone.out[0].to(packed.out.dtype)
             if "weights" in expected:
-                expected["weights"][b][:, q[:, None], k] = alone.weights[0]
+                expected["weights"][b][:, q[:, None], k] = alone.weights[0].to(packed.weights.dtype)
             if "lse" in expected:
-                expected["lse"][b][:, q] = alone.lse[0]
+                expected["lse"][b][:, q] = alone.lse[0].to(packed.lse.dtype)
     for what, whole in expected.items():
         size = max(largest(whole), largest(inputs.value))
         demand_close(
@@ -223,8 +223,8 @@ def _square(scope: Scope, *needs: str) -> Iterable[Case]:
     labels = ("", "causal", "left_window", "gqa", "score_mod", "mask_mod")
     more = (
         "window",
-        "bias",
-        "mask",
+        "bias_of_each",
+        "mask_of_each",
         "sinks",
         "softcap",
         "scale",

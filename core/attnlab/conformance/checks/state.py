@@ -75,6 +75,7 @@ def check_long_runs_split_anywhere(variant: Any, case: Case) -> None:
                 case,
                 what="out",
                 versus=f"{name} (rows {rows[0]} to {rows[-1]}, fed as {_told(sizes)})",
+                rows=rows,
                 advice="The last block of a chunk is rarely full: what a state holds must not depend on where blocks end",
             )
 
@@ -190,7 +191,7 @@ TOGETHER = (
 )
 
 
-UNORDERED = ("window", "key_mask_holes", "segments", "mask", "mask_mod", "bias", "score_mod", "gqa")
+UNORDERED = ("window", "key_mask_holes", "segments", "mask_of_each", "mask_mod", "bias", "score_mod", "gqa")
 """What is fed without causal too: there a query sees its whole chunk."""
 QUICK = (
     "key_mask_left",
@@ -199,8 +200,8 @@ QUICK = (
     "left_window",
     "value_dim",
     "query_dim",
-    "bias",
-    "mask",
+    "bias_of_each",
+    "mask_of_each",
     "mask_mod",
     "score_mod",
     "sinks",
@@ -258,7 +259,7 @@ def _gradient(scope: Scope) -> Iterable[Case]:
         ("scale",),
         ("left_window",),
         ("segments",),
-        ("mask",),
+        ("mask_of_each",),
         ("mask_mod",),
         ("score_mod",),
         ("softcap",),

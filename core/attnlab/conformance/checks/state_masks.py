@@ -184,7 +184,16 @@ def _come_and_go(scope: Scope) -> Iterable[Case]:
 
 
 def _passing(scope: Scope) -> Iterable[Case]:
-    labels = ("left_window", "mask", "bias", "scale", "softcap", "score_mod", "mask_mod", "sinks")
+    labels = (
+        "left_window",
+        "mask_of_each",
+        "bias_of_each",
+        "scale",
+        "softcap",
+        "score_mod",
+        "mask_mod",
+        "sinks",
+    )
     for label in labels[:1] if scope.quick else labels:
         yield case("causal", label, needs=NEEDS, dtype=scope.base)
 
@@ -192,7 +201,17 @@ def _passing(scope: Scope) -> Iterable[Case]:
 def _asked(scope: Scope) -> Iterable[Case]:
     labels = ["", "key_mask_left"]
     if not scope.quick:
-        labels += ["gqa", "sinks", "left_window", "mask", "hiding_bias", "score_mod", "softcap", "segments"]
+        labels += [
+            "gqa",
+            "sinks",
+            "left_window",
+            "mask",
+            "mask_of_each",
+            "hiding_bias",
+            "score_mod",
+            "softcap",
+        ]
+        labels += ["segments"]
     for what in ("weights", "lse"):
         for label in labels:
             yield case(
@@ -205,7 +224,8 @@ def _asked(scope: Scope) -> Iterable[Case]:
 
 
 def _items(scope: Scope) -> Iterable[Case]:
-    labels = ("key_mask_left", "key_mask_right", "key_mask_holes", "key_lengths", "segments")
+    labels = ["key_mask_left", "key_mask_right", "key_mask_holes", "key_lengths", "segments"]
+    labels += ["mask_of_each", "bias_of_each", "mask_mod", "score_mod"]
     for label in labels[:2] if scope.quick else labels:
         yield case("causal", label, needs=NEEDS, dtype=scope.base, batch=3)
     yield case("causal", needs=NEEDS, dtype=scope.base, batch=3)

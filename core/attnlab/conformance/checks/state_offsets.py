@@ -153,7 +153,7 @@ def _apart_cases(scope: Scope) -> Iterable[Case]:
     needs = (*NEEDS, "cross_lengths")
     yield case("causal", needs=needs, dtype=scope.base)
     if not scope.quick:
-        for label in ("key_mask_left", "gqa", "left_window", "score_mod", "mask", "bias"):
+        for label in ("key_mask_left", "gqa", "left_window", "score_mod", "mask_of_each", "bias_of_each"):
             yield case("causal", label, needs=needs, dtype=scope.base)
 
 

@@ -6,20 +6,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.weights import require_defined
-from attnlab.conformance.derivatives import direction_for, recorded
+from attnlab.conformance.derivatives import direction_for, recorded, trained
 from attnlab.conformance.draws import require_exact
-from attnlab.conformance.inputs import define, draw, plain_dtype, reduction_terms
+from attnlab.conformance.inputs import Inputs, define, draw, parameters_of, plain_dtype, reduction_terms
 from attnlab.conformance.messages import demand, demand_close
 from attnlab.conformance.tolerances import bound, largest
 
 
 def check_gradients_flow_through_weights(variant: Any, case: Case) -> None:
-    """Weights declared `in_graph` have the definition's gradients."""
+    """Weights declared `in_graph` have the definition's gradients, by input and by parameter.
+
+    `NotApplicable` where the definition's weights depend on neither, as those of fixed places do.
+    """
     if variant.capabilities.weights != "in_graph":
         raise NotApplicable(
             f"weights are {variant.capabilities.weights!r}, only 'in_graph' promises gradients"
@@ -32,14 +36,16 @@ def check_gradients_flow_through_weights(variant: Any, case: Case) -> None:
     visible = inputs.visible()
 
     def through(dtype: torch.dtype, judged: bool) -> dict[str, torch.Tensor]:
-        leaves = {n: x.clone().to(dtype).requires_grad_() for n, x in inputs.tensors().items()}
+        leaves, own, state = _leaves(variant, inputs, dtype, judged)
         with torch.enable_grad():
             call = inputs.rebuilt(leaves)
             weights = (
                 call.run(variant, need_weights=True).weights
                 if judged
-                else define(variant, call, dtype=dtype, visible=visible)["weights"]
+                else define(variant, call, dtype=dtype, visible=visible, parameters=state)["weights"]
             )
+            if not judged and not weights.requires_grad:
+                raise NotApplicable("its definition's weights depend on no input and no parameter")
             demand(
                 weights is not None and weights.requires_grad,
                 variant,
@@ -49,23 +55,23 @@ def check_gradients_flow_through_weights(variant: Any, case: Case) -> None:
             )
             grads = torch.autograd.grad(
                 weights,
-                list(leaves.values()),
+                [*leaves.values(), *own.values()],
                 direction.to(weights.dtype),
                 allow_unused=True,
                 materialize_grads=True,
             )
-        return dict(zip(leaves, grads, strict=True))
+        return dict(zip([*leaves, *own], grads, strict=True))
 
     low = plain_dtype(case.dtype)
-    found = through(inputs.query.dtype, True)
     exact, plain = through(torch.float64, False), through(getattr(torch, low), False)
+    found = through(inputs.query.dtype, True)
     for name, expected in exact.items():
         limit = bound(
             case.dtype,
             exact=expected,
             plain=plain[name],
             plain_dtype=low,
-            terms=reduction_terms(case),
+            terms=reduction_terms(case) * (case.batch if expected.dim() < 4 else 1),
             magnitude=largest(direction),
         )
         demand_close(
@@ -90,7 +96,7 @@ def check_gradients_flow_through_lse(variant: Any, case: Case) -> None:
     visible = inputs.visible()
 
     def through(dtype: torch.dtype, judged: bool) -> dict[str, torch.Tensor]:
-        leaves = recorded(inputs.tensors(), dtype)
+        leaves, own, state = _leaves(variant, inputs, dtype, judged)
         call = inputs.rebuilt(leaves)
         with torch.enable_grad():
             if judged:
@@ -99,14 +105,14 @@ def check_gradients_flow_through_lse(variant: Any, case: Case) -> None:
                 if not lse.requires_grad:
                     raise NotApplicable("its lse carries no gradient")
             else:
-                defined = define(variant, call, dtype=dtype, visible=visible)
+                defined = define(variant, call, dtype=dtype, visible=visible, parameters=state)
                 out, lse = defined["out"], defined["lse"]
             loss = (torch.where(lean == 0, 0, lse) * lean.to(lse.dtype)).sum()
             loss = loss + (out * direction.to(out.dtype)).sum().to(lse.dtype)
             found = torch.autograd.grad(
-                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+                loss, [*leaves.values(), *own.values()], allow_unused=True, materialize_grads=True
             )
-        return dict(zip(leaves, found, strict=True))
+        return dict(zip([*leaves, *own], found, strict=True))
 
     low = plain_dtype(case.dtype)
     found = through(inputs.query.dtype, True)
@@ -132,14 +138,26 @@ def check_gradients_flow_through_lse(variant: Any, case: Case) -> None:
         )
 
 
+def _leaves(
+    variant: Any, inputs: Inputs, dtype: torch.dtype, judged: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs that record gradients, the trained parameters of the variant or of its definition, and all that the latter is given."""
+    leaves = recorded(inputs.tensors(), dtype)
+    if judged:
+        return leaves, trained(variant), {}
+    state = parameters_of(variant, dtype)
+    own = {n: state[n].clone().requires_grad_() for n in trained(variant)}
+    return leaves, own, {**state, **own}
+
+
 def _through(scope: Scope) -> Iterable[Case]:
     for labels in (
         (),
         ("causal",),
         ("gqa",),
         ("hiding_bias",),
-        ("mask", "sinks"),
-        ("bias", "softcap", "key_mask_left"),
+        ("mask_of_each", "sinks"),
+        ("bias_of_each", "softcap", "key_mask_left"),
     ):
         yield case(*declared(scope, *labels), needs=("weights", "backward"), dtype=scope.base)
 

@@ -10,10 +10,18 @@ import torch
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._averages import mixed, require_average
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.laws import no_null_slot
 from attnlab.conformance.checks.values import together
-from attnlab.conformance.inputs import attended, define, draw, exact_and_bound, reduction_terms
+from attnlab.conformance.inputs import (
+    attended,
+    define,
+    draw,
+    exact_and_bound,
+    judging,
+    reduction_terms,
+)
 from attnlab.conformance.messages import demand, demand_close
 from attnlab.conformance.tolerances import largest, rounding_bound
 
@@ -138,22 +146,14 @@ def check_out_is_weights_times_value(variant: Any, case: Case) -> None:
     """The weights that are returned are the ones that averaged the values."""
     no_null_slot(variant)
     inputs = draw(case, variant)
-    group = case.num_heads // case.num_kv_heads
-
-    def mixed(weights: torch.Tensor) -> torch.Tensor:
-        return weights.double() @ inputs.value.double().repeat_interleave(group, dim=1)
-
+    judging(variant)
+    require_average(variant, inputs)
     with torch.no_grad():
-        defined = define(variant, inputs)
-        if "weights" in defined and largest(defined["out"] - mixed(defined["weights"])) > 1e-6 * largest(
-            inputs.value
-        ):
-            raise NotApplicable("its definition's out is not its weights times value")
         answer = inputs.run(variant, need_weights=True)
     size = largest(inputs.value) * max(1.0, float(answer.weights.double().abs().sum(-1).max()))
     demand_close(
         answer.out,
-        mixed(answer.weights),
+        mixed(answer.weights, inputs),
         rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
         variant,
         case,
@@ -174,9 +174,11 @@ LABELS = (
     "window",
     "key_mask_left",
     "mask",
+    "mask_of_each",
     "segments",
     "mask_mod",
     "bias",
+    "bias_of_each",
     "softcap",
     "score_mod",
     "sinks",

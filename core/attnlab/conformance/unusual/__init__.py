@@ -8,6 +8,13 @@ one of these is a false alarm, a fault of the suite. Needs torch; for tests and 
 
 from __future__ import annotations
 
+from attnlab.conformance.unusual.fixed import (
+    FixedGaussianAttention,
+    ProjectedValuesAttention,
+    RandomSynthesizerAttention,
+    RateByGroupAttention,
+    ValueEmbeddingAttention,
+)
 from attnlab.conformance.unusual.foreign import (
     GatedWeightsAttention,
     HandwrittenAttention,
@@ -108,4 +115,9 @@ UNUSUAL: tuple[type[Attention], ...] = (
     ListsAttention,
     HandwrittenAttention,
     GatedWeightsAttention,
+    RandomSynthesizerAttention,
+    FixedGaussianAttention,
+    ProjectedValuesAttention,
+    ValueEmbeddingAttention,
+    RateByGroupAttention,
 )

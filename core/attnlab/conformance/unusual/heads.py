@@ -32,28 +32,29 @@ def talking_heads(
     parameters: dict[str, Tensor],
     options: Any,
     scale: float | None,
+    bias: Tensor | None = None,
     **rest: Any,
 ) -> dict[str, Tensor]:
-    """Logits mixed over heads by P_l, softmax, weights mixed over heads by P_w."""
+    """Logits mixed over heads by P_l, softmax, weights mixed over heads by P_w; a hidden pair gives 0 to both and takes nothing."""
     key, value = each_head(key, query.shape[1]), each_head(value, query.shape[1])
     scale = key.shape[-1] ** -0.5 if scale is None else scale
-    s, _ = products(query, key, visible=visible, bias=None, scale=scale)
+    s, visible = products(query, key, visible=visible, bias=bias, scale=scale)
     w, _ = softmax_rows(torch.einsum("hg,bgij->bhij", parameters["P_l"], s), visible)
-    weights = torch.einsum("hg,bgij->bhij", parameters["P_w"], w)
+    weights = torch.where(visible, torch.einsum("hg,bgij->bhij", parameters["P_w"], w), 0)
     return {"out": weights @ value, "weights": weights}
 
 
 class TalkingHeadsAttention(Attention):
     """Heads exchange logits before softmax and weights after it. Shazeer et al. 2020, "Talking-Heads Attention", section 4.
 
-    Parameters: `P_l [H, H]` and `P_w [H, H]`, the identity plus noise. Masks by head are not served: what a head may not see another
-    could tell it.
+    Parameters: `P_l [H, H]` and `P_w [H, H]`, the identity plus noise. Heads may see other keys: a pair that is hidden in one head
+    gives nothing to the others and receives nothing from them.
     """
 
     name = "talking_heads"
     formula = "talking_heads"
     definition = staticmethod(talking_heads)
-    capabilities = replace(PAIRWISE, mask=False, mask_mod=False, bias=False, normalised=False)
+    capabilities = replace(PAIRWISE, normalised=False)
     known_failures = MappingProxyType(
         {"heads_are_independent": KnownFailure("heads talk by design: P_l and P_w mix them")}
     )
@@ -66,14 +67,20 @@ class TalkingHeadsAttention(Attention):
     @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         q, k, v = widened(query, key, value)
-        scale = scale_of(self, call)
-        s = torch.einsum("hg,bgij->bhij", self.P_l.to(q.dtype), q @ k.transpose(-1, -2) * scale)
-        s = hidden_scores(s, call)
-        sees = (s > -torch.inf).any(-1, keepdim=True)
-        w = torch.softmax(s.masked_fill(~sees, 0), -1).masked_fill(~sees, 0)
-        w = torch.einsum("hg,bgij->bhij", self.P_w.to(q.dtype), w)
+        s = hidden_scores(q @ k.transpose(-1, -2) * scale_of(self, call), call)
+        visible = s > -torch.inf
+        s = self.mixed_scores(s, visible, self.P_l.to(q.dtype))
+        sees = visible.any(-1, keepdim=True)
+        w = torch.softmax(s.masked_fill(~visible, -torch.inf).masked_fill(~sees, 0), -1).masked_fill(~sees, 0)
+        w = self.mixed_weights(w, visible, self.P_w.to(q.dtype))
         out = (dropped(w, call) @ v).to(query.dtype)
         return AttentionOutput(out, w.to(query.dtype) if call.need_weights else None)
+
+    def mixed_scores(self, s: Tensor, visible: Tensor, p: Tensor) -> Tensor:
+        return torch.einsum("hg,bgij->bhij", p, s.masked_fill(~visible, 0))
+
+    def mixed_weights(self, w: Tensor, visible: Tensor, p: Tensor) -> Tensor:
+        return torch.einsum("hg,bgij->bhij", p, w).masked_fill(~visible, 0)
 
 
 class MultiQueryAttention(ScoreAttention):

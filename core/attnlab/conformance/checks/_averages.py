@@ -1,0 +1,41 @@
+"""Whether out is an average of values by the weights, which some laws take for granted. Needs torch; used by checks.
+
+A variant may be normalised (its weights sum to 1) and still project values, or add embeddings to them: its weights cannot be
+read off its output, and equal values do not come through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.check import NotApplicable
+from attnlab.conformance.inputs import Inputs, define, reduction_terms
+from attnlab.conformance.tolerances import largest, rounding_bound
+
+
+def mixed(weights: Tensor, inputs: Inputs) -> Tensor:
+    """weights @ value in float64, each query head with its own values."""
+    group = weights.shape[1] // inputs.value.shape[1]
+    return weights.double() @ inputs.value.double().repeat_interleave(group, dim=1)
+
+
+def require_average(variant: Any, inputs: Inputs) -> None:
+    """`NotApplicable` where the definition's out is not its weights times value; without a definition, the variant's own."""
+    with torch.no_grad():
+        try:
+            answer = define(variant, inputs)
+            out, weights = answer["out"], answer.get("weights")
+            limit = 1e-6 * largest(inputs.value)
+        except NotApplicable:
+            if not variant.capabilities.weights:
+                return
+            out, weights, *_ = inputs.run(variant, need_weights=True)
+            terms = reduction_terms(inputs.case)
+            limit = rounding_bound(inputs.case.dtype, terms=terms, magnitude=largest(inputs.value)).limit
+    if weights is not None and largest(out - mixed(weights, inputs)) > limit:
+        raise NotApplicable(
+            "its formula's out is not its weights times value (it projects values, or adds to them)"
+        )
