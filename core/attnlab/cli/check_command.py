@@ -28,6 +28,8 @@ examples:
   attnlab check flash --only gradients               one topic, or one check by its name
   attnlab check flash --device cuda
   attnlab check additive --format json > report.json
+  attnlab check sliding_window --options             with each setting of its options that matters, too
+  attnlab check 'sliding_window {"left": 3}'         with these options
   attnlab check --mutants                            is the suite itself right? its kill table, 3 to 5 minutes
 
 The first failures of each check are shown, each with the command that repeats that case; --only shows them all.
@@ -53,6 +55,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--case",
         metavar="ID",
         help="one case of the checks by its id, or a pattern of ids: 'float16-causal*'",
+    )
+    parser.add_argument(
+        "--options",
+        action="store_true",
+        help="check each variant with its defaults and with every setting of options that it lists in check_options",
     )
     parser.add_argument(
         "--mutants",
@@ -97,10 +104,31 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(
             "check: give a NAME, '*' for all variants, or --mutants; `attnlab list` shows the names"
         )
-    names = select(args.names, default_registry().names())
+    names = _selected(args.names, default_registry().names(), args.options)
     _require_device(args.device)
     with _workers(args) as workers:
         return _check(args, names, workers)
+
+
+def _selected(wanted: Sequence[str], known: Sequence[str], every_setting: bool) -> list[str]:
+    """The registered names that are asked for, each with the options behind it, or with every setting of `check_options`."""
+    chosen: list[str] = []
+    for word in wanted:
+        name, brace, options = word.partition("{")
+        for found in select([name.strip()], known):
+            chosen += (
+                [f"{found} {brace}{options}"] if brace else _settings(found) if every_setting else [found]
+            )
+    return list(dict.fromkeys(chosen))
+
+
+def _settings(name: str) -> list[str]:
+    from attnlab.conformance import with_check_options
+
+    try:
+        return with_check_options(name)
+    except AttnlabError:  # it cannot be had here, which its check says
+        return [name]
 
 
 def _workers(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
@@ -163,6 +191,7 @@ def _judge_the_suite(args: argparse.Namespace) -> int:
 
     useless = [f"NAME ({short(args.names[0])})"] if args.names else []
     useless += [f"--{word}" for word in ("only", "case") if getattr(args, word)]
+    useless += ["--options"] if args.options else []
     useless += ["--device"] if args.device != "cpu" else []
     useless += ["--quick"] if args.quick and args.thorough else []
     if useless:

@@ -38,6 +38,7 @@ _HOMES = {
     "iter_checks": "attnlab.conformance.runner",
     "run_checks": "attnlab.conformance.runner",
     "why_unverified": "attnlab.conformance.runner",
+    "with_check_options": "attnlab.conformance.subject",
 }
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "iter_checks",
     "run_checks",
     "why_unverified",
+    "with_check_options",
 ]
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from attnlab.conformance.pytest_items import conformance
     from attnlab.conformance.results import CheckResult
     from attnlab.conformance.runner import check_names, iter_checks, run_checks, why_unverified
+    from attnlab.conformance.subject import with_check_options
 
 
 def __getattr__(name: str) -> Any:

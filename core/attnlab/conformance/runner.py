@@ -30,8 +30,8 @@ def run_checks(
 ) -> list[CheckResult]:
     """Every check on `variant`: one result per check and case, failures told in whole sentences.
 
-    variant: a registered name, an `Attention` class, or an instance (checked at other sizes through siblings
-    with its options). only: check names, topics or patterns. case: a case's id, or a pattern of ids. quick: fewer
+    variant: a registered name, alone or with options as JSON (`sliding_window {"left": 3}`; `with_check_options(name)` lists the
+    settings that matter), an `Attention` class, or an instance (checked at other sizes through siblings with its options). only: check names, topics or patterns. case: a case's id, or a pattern of ids. quick: fewer
     cases of each check. device: where to run. Raises `UnknownVariant`, `VariantUnavailable`, `PluginError` (an unknown
     name in `known_failures`), or `InvalidInput` for an `only` or a `case` that matches nothing; what a check finds
     is in the results.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,10 @@ class Subject:
 
 
 def subject_of(given: Any, device: str = "cpu") -> Subject:
-    """A `Subject` as it is, or from a registered name, an `Attention` class, or an instance (its siblings share its options)."""
+    """A `Subject` as it is, or from a registered name, an `Attention` class, or an instance (its siblings share its options).
+
+    A name may have options behind it, as JSON: `sliding_window {"left": 3, "sink_tokens": 2}`.
+    """
     from attnlab.interface import Attention
 
     if isinstance(given, Subject):
@@ -63,15 +67,16 @@ def subject_of(given: Any, device: str = "cpu") -> Subject:
         import attnlab
 
         registry = attnlab.default_registry()
+        name, options = split_options(given)
 
         def by_name(**sizes: int) -> Any:
-            return registry.create(given, **sizes)
+            return registry.create(name, **sizes, **options)
 
         return Subject(
             given,
             by_name,
             registered=True,
-            **_probed(by_name, registry.variant_class(given).capabilities, device),
+            **_probed(by_name, registry.variant_class(name).capabilities, device),
         )
     if isinstance(given, type) and issubclass(given, Attention):
         name = given.name or given.__name__
@@ -89,6 +94,34 @@ def subject_of(given: Any, device: str = "cpu") -> Subject:
         f"run_checks: expected a registered name, an Attention class or an instance of one, got {given!r}; "
         f"`attnlab.names()` lists the registered names"
     )
+
+
+def split_options(given: str) -> tuple[str, dict[str, Any]]:
+    """`("sliding_window", {"left": 3})` for `sliding_window {"left": 3}`; a name alone has no options."""
+    name, brace, rest = given.partition("{")
+    if not brace:
+        return given, {}
+    try:
+        options = json.loads(brace + rest)
+    except ValueError as problem:
+        raise InvalidInput(
+            f"check: what follows {name.strip()!r} must be its options as JSON, such as "
+            f"""{name.strip()} {{"left": 3}}; got {brace + rest} ({problem})"""
+        ) from None
+    return name.strip(), options
+
+
+def with_check_options(name: str) -> list[str]:
+    """The name, and the name with each setting of its class's `check_options` that its registry row does not fix itself.
+
+    A class states in `check_options` which values of its options differ in what they compute: a tuple of mappings.
+    """
+    import attnlab
+
+    registry = attnlab.default_registry()
+    fixed = set(registry.options_of(name))
+    settings: tuple[Mapping[str, Any], ...] = getattr(registry.variant_class(name), "check_options", ())
+    return [name, *(f"{name} {json.dumps(dict(s))}" for s in settings if not fixed & set(s))]
 
 
 HEADS: tuple[Heads, ...] = ((None, None), (None, 1), (1, 1))
