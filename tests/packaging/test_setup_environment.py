@@ -174,11 +174,12 @@ def test_make_alone_lists_its_targets() -> None:
         assert f"make {target}" in done.stdout
 
 
-def test_the_torch_of_the_two_commands_and_the_words_of_dates_are_pinned() -> None:
+def test_the_torch_of_the_two_commands_the_words_of_dates_and_peft_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == [
         "torch==2.13.0",
         "babel==2.19.0",
+        "peft==0.21.2",
     ]
 
 
