@@ -1,6 +1,5 @@
 """Makes `.venv` beside the Makefile and installs attnlab in it, for `make compare` and `make test`.
 
-`setup_environment.py timm` makes `.venv-timm` instead, for `make test-timm`.
 Needs the standard library of Python >= 3.10 only, and runs before anything is installed. Checks the
 free disk first. The stamp is written last: whatever fails, the next call does the set-up again.
 Exit code 0, or 1 with one sentence.
@@ -28,10 +27,7 @@ class Environment(NamedTuple):
     constraints: str
 
 
-ENVIRONMENTS = {
-    "": Environment(Path(".venv"), ".[test,transformers,plots]", "constraints.txt"),
-    "timm": Environment(Path(".venv-timm"), ".[test,timm]", ".ci/constraints-timm.txt"),
-}
+ENVIRONMENT = Environment(Path(".venv"), ".[test,transformers,plots]", "constraints.txt")
 # Bytes. Measured: 1.7 GB installed with the CPU build, about 6 GB with the CUDA stack; the rest is for
 # the downloads that pip unpacks from and caches.
 NEED_CPU, NEED_CUDA = 3 * 10**9, 8 * 10**9
@@ -164,15 +160,14 @@ def set_up(environment: Environment) -> None:
 
 
 def main() -> int:
-    environment = ENVIRONMENTS["".join(sys.argv[1:])]
     os.chdir(Path(__file__).resolve().parent.parent)
     try:
-        set_up(environment)
+        set_up(ENVIRONMENT)
     except SetupFailed as problem:
         print(f"attnlab set-up: {problem}", file=sys.stderr)
         return 1
     except OSError as problem:
-        print(f"attnlab set-up: {problem.filename or environment.venv}: {problem.strerror}", file=sys.stderr)
+        print(f"attnlab set-up: {problem.filename or ENVIRONMENT.venv}: {problem.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -65,6 +65,11 @@ def check_input(
         raise InvalidInput(
             f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}"
         )
+    check_meets(subject, word, x, weight)
+
+
+def check_meets(subject: str, word: str, x: Tensor, weight: Tensor | None) -> None:
+    """`InvalidInput` where `x` and a `plain_weight` differ in device, or in dtype where autocast casts neither."""
     if weight is None:
         return
     if x.device != weight.device or (x.dtype != weight.dtype and not autocast_on(x.device)):
@@ -91,11 +96,25 @@ def placement(*modules: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Where, and in what dtype, modules compute: those of their first floating-point tensor of 16 bits or more.
 
     The dtype is torch's default where all are quantised, the device then that of any tensor, and the CPU where there is none.
+    Modules whose weights lie elsewhere between calls compute where the hooks of accelerate bring them.
     """
-    device = None
+    device: torch.device | None = None
     for module in modules:
+        brought = _brought_to(module)
         for held in (*module.parameters(), *module.buffers()):
+            here = held.device if brought is None else brought
             if held.is_floating_point() and held.itemsize >= 2:
-                return held.device, held.dtype
-            device = held.device if device is None else device
+                return here, held.dtype
+            device = here if device is None else device
     return torch.device("cpu") if device is None else device, torch.get_default_dtype()
+
+
+def _brought_to(module: nn.Module) -> torch.device | None:
+    """Where accelerate brings a module's weights for a call; None where it has no hook in it."""
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            execution: Any = getattr(one, "execution_device", None)
+            if execution is not None:
+                return torch.device("cuda", execution) if type(execution) is int else torch.device(execution)
+    return None

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlab._module_arguments import check_input, check_widths, placement, plain_weight, variant_of
+from attnlab._module_arguments import (
+    check_input,
+    check_meets,
+    check_widths,
+    placement,
+    plain_weight,
+    variant_of,
+)
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
 from attnlab.errors import InvalidInput, nearest
@@ -219,6 +226,7 @@ class GateProjections(nn.ModuleDict):
 
     def _gate(self, name: str, source: Tensor) -> Tensor:
         spec = self._specs[name]
+        check_meets(f"gate {name}", "its input", source, plain_weight(self[name]))
         raw = self[name](source).unflatten(-1, (self._heads, -1)).transpose(1, 2)  # [B, Hkv, L, width]
         gate = torch.sigmoid(raw) if spec.range == "(0,1)" else F.logsigmoid(raw)
         return gate if spec.shape.endswith("Dk]") else gate[..., 0]

@@ -117,7 +117,7 @@ def test_the_stamp_is_written_last_and_names_the_folder(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     commands = stubbed(tool, monkeypatch, tmp_path)
-    tool.set_up(tool.ENVIRONMENTS[""])
+    tool.set_up(tool.ENVIRONMENT)
     assert (tmp_path / ".venv" / "attnlab.stamp").read_text().strip() == str(tmp_path.resolve())
     assert not (tmp_path / ".venv" / "attnlab.unfinished").exists()
     assert [("venv" in c, "-e" in c) for c in commands] == [(True, False), (False, True)]
@@ -128,10 +128,10 @@ def test_a_failed_install_leaves_no_stamp_and_the_next_starts_clean(
 ) -> None:
     stubbed(tool, monkeypatch, tmp_path, fails="-e")
     with pytest.raises(tool.SetupFailed, match="no network"):
-        tool.set_up(tool.ENVIRONMENTS[""])
+        tool.set_up(tool.ENVIRONMENT)
     assert not (tmp_path / ".venv" / "attnlab.stamp").exists()
     commands = stubbed(tool, monkeypatch, tmp_path)
-    tool.set_up(tool.ENVIRONMENTS[""])
+    tool.set_up(tool.ENVIRONMENT)
     assert "--clear" in commands[0]
 
 
@@ -139,9 +139,9 @@ def test_a_finished_environment_is_kept_when_it_is_updated(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stubbed(tool, monkeypatch, tmp_path)
-    tool.set_up(tool.ENVIRONMENTS[""])
+    tool.set_up(tool.ENVIRONMENT)
     commands = stubbed(tool, monkeypatch, tmp_path)
-    tool.set_up(tool.ENVIRONMENTS[""])
+    tool.set_up(tool.ENVIRONMENT)
     assert not any("--clear" in command for command in commands)
 
 
@@ -152,7 +152,7 @@ def test_a_folder_that_is_no_environment_is_not_touched(
     stubbed(tool, monkeypatch, tmp_path)
     monkeypatch.setattr(tool, "works", lambda python: False)
     with pytest.raises(tool.SetupFailed, match="no virtual environment"):
-        tool.set_up(tool.ENVIRONMENTS[""])
+        tool.set_up(tool.ENVIRONMENT)
 
 
 def test_an_old_python_is_refused_by_name(
@@ -160,7 +160,7 @@ def test_an_old_python_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(tool, "OLDEST", (3, 99))
     with pytest.raises(tool.SetupFailed, match=r"does not fit; attnlab needs 3\.99"):
-        tool.set_up(tool.ENVIRONMENTS[""]._replace(venv=tmp_path / ".venv"))
+        tool.set_up(tool.ENVIRONMENT._replace(venv=tmp_path / ".venv"))
     assert not (tmp_path / ".venv").exists()
 
 
@@ -174,23 +174,21 @@ def test_make_alone_lists_its_targets() -> None:
         assert f"make {target}" in done.stdout
 
 
-def test_the_torch_of_the_two_commands_and_the_words_of_dates_are_pinned() -> None:
+def test_the_torch_of_the_two_commands_the_words_of_dates_and_peft_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == [
         "torch==2.13.0",
         "babel==2.19.0",
+        "peft==0.21.2",
     ]
 
 
-def test_timm_has_an_environment_of_its_own_with_torch_and_torchvision_of_one_release(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    environment = tool.ENVIRONMENTS["timm"]
-    assert environment.venv != tool.ENVIRONMENTS[""].venv
-    lines = (ROOT / environment.constraints).read_text(encoding="utf-8").splitlines()
+def test_timm_has_a_folder_of_its_own_with_the_torchvision_of_the_pinned_torch() -> None:
+    """F39."""
+    lines = (ROOT / ".ci" / "timm.txt").read_text(encoding="utf-8").splitlines()
     pinned = [line for line in lines if line and not line.startswith("#")]
-    # torchvision 0.N belongs to torch 2.(N - 15); `===` takes no CPU build, which PyPI's torchvision fails beside.
-    assert pinned == ["torch===2.13.0", "torchvision==0.28.0", "timm==1.0.31"]
-    commands = stubbed(tool, monkeypatch, tmp_path)
-    tool.set_up(environment._replace(venv=Path(".venv")))
-    assert commands[-1][-4:] == ["-e", ".[test,timm]", "-c", ".ci/constraints-timm.txt"]
+    # torchvision 0.N belongs to torch 2.(N - 15).
+    assert pinned == ["torchvision==0.28.0", "timm==1.0.31"]
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "--no-deps --target $(TIMM) -r .ci/timm.txt" in recipe
+    assert "PYTHONPATH='$(TIMM)' $(RUN) -m pytest" in recipe

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest
 from attnlab.integrations._transformers_layers import attention_layers
@@ -85,14 +85,29 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             rows = next(x for x in vars_of(self.state) if isinstance(x, Tensor)).shape[0]
             self.batch_select_indices(torch.arange(rows, device=self.device).repeat_interleave(repeats))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, -3 for three, as transformers counts; `UnsupportedRequest` where the state cannot, as a recurrence's."""
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether the last tokens can be forgotten, as assisted decoding does; a recurrence's state cannot."""
+        return self.state is None or type(self.state).crop is not State.crop
+
+    def cropped(self, tokens_to_remove: int) -> State | None:
+        """The state without the last tokens, of which this layer's is consumed; `UnsupportedRequest` where it cannot be cropped."""
         if tokens_to_remove > 0:
             raise InvalidInput(
                 f"StateCache: crop takes the number of tokens to forget below 0, as transformers' caches do, got {tokens_to_remove}"
             )
-        if tokens_to_remove and self.state is not None:
-            self.state = self.state.crop(self.seen + tokens_to_remove)
+        if not tokens_to_remove or self.state is None:
+            return self.state
+        return self.state.crop(self.seen + tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, -3 for three, as transformers counts; `UnsupportedRequest` where the state cannot, as a recurrence's."""
+        self.set_cropped(self.cropped(tokens_to_remove), tokens_to_remove)
+
+    def set_cropped(self, state: State | None, tokens_to_remove: int) -> None:
+        """Go on from `state`, what `cropped` gave for as many tokens."""
+        if self.state is not None:
+            self.state = state
             self.seen += tokens_to_remove
 
 
@@ -100,11 +115,12 @@ def vars_of(state: State) -> list[Any]:
     return [getattr(state, name) for name in state.__dataclass_fields__]
 
 
-class StateCache(Cache):
+class StateCache(DynamicCache):
     """`model.generate(..., cache=StateCache(model))`: a state for each layer that `install` gave a variant.
 
-    What is held for a token is what the variant's state holds: nothing for a recurrence, whose memory is constant in size.
-    Prefill, steps, beams and left padding work as with transformers' own caches. A model with cross-attention keeps
+    What is held for a token is what the variant's state holds: nothing for a recurrence, whose memory is constant in size; nothing of
+    the model is, so that copies and pickles carry states alone. Prefill, steps, beams and left padding work as with transformers' own
+    caches, and so do prompt lookup and assisted decoding where states can be cropped, which those of recurrences cannot. A model with cross-attention keeps
     the other side's keys: `EncoderDecoderCache(StateCache(model), DynamicCache())`.
     Raises `InvalidInput` where a layer of the decoder holds no variant, `UnsupportedRequest` where one has no state.
     """
@@ -131,7 +147,22 @@ class StateCache(Cache):
             raise InvalidInput(
                 f"StateCache: expected causal layers numbered from 0 in {type(model).__name__}, got {sorted(found) or 'none'}"
             )
-        super().__init__(layers=[StateLayer(found[number]) for number in sorted(found)])
+        # A DynamicCache is what others may crop and repeat beside an encoder's; its own layers are none of ours.
+        Cache.__init__(self, layers=[StateLayer(found[number]) for number in sorted(found)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, -3 for three, in every layer; `UnsupportedRequest` where one cannot, and none has forgotten any."""
+        done: list[tuple[StateLayer, State | None]] = []
+        try:
+            for layer in cast(list[StateLayer], self.layers):
+                done.append((layer, layer.cropped(tokens_to_remove)))
+        except BaseException:
+            for layer, _ in done:
+                if layer.state is not None:
+                    layer.state.spent = False
+            raise
+        for layer, state in done:
+            layer.set_cropped(state, tokens_to_remove)
 
 
 def state_layer(arguments: Iterable[object], number: object) -> StateLayer | None:

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlab._choice import choice, storable
 from attnlab._module_arguments import placement
-from attnlab.call import AttentionOutput
-from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
-from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest
-from attnlab.integrations._facts_of_calls import FactsOfCalls
-from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
-from attnlab.integrations._transformers_function import Callee, ModelFunction, check_positions
+from attnlab.errors import AttnlabError, InvalidInput
+from attnlab.integrations._transformers_function import Callee, ModelFunction
+from attnlab.integrations._transformers_installed import (
+    InstalledAttention,
+    ServedCall,
+    call_under_way,
+    forget,
+    note,
+)
 from attnlab.integrations._transformers_layers import (
     LayerSizes,
     attention_layers,
     choose,
-    cross_source,
     implementations,
     put,
     put_back,
     sizes_of_layers,
-    source_of,
 )
 from attnlab.integrations._transformers_names import by_name
-from attnlab.interface import Attention
-from attnlab.mask import AttentionMask
-from attnlab.modules import GateProjections
 
 # What a saved config asks for: the message of a process that knows it not is the way to load it.
 IMPLEMENTATION = (
@@ -45,140 +41,44 @@ _LEFT = "_attnlab_left"  # on layers that were left as they are
 _REST = "dot_product"  # exact: what layers without a variant compute
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """What the call of a layer says that its implementation is not told.
-
-    source: the input `[B, L, width]` that gates are made from, where the variant takes any. state: the layer of a `StateCache`.
-    offset: where the first query stands, where only the layer's cache says so.
-    """
-
-    source: Tensor | None = None
-    state: StateLayer | None = None
-    offset: Any = None
-
-
-_calls = FactsOfCalls("attnlab_installed_calls")
-
-
-class InstalledAttention(nn.Module):
-    """One layer's variant, with the gates that it needs made from the layer's input; the layer calls it.
-
-    Queries and keys are made to unit length where the variant asks for it.
-    """
-
-    def __init__(self, attention: Attention, width: int) -> None:
-        super().__init__()
-        self.attention = attention
-        self.gate_projections = GateProjections(attention, width)
-
-    @property
-    def name(self) -> str:
-        return self.attention.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.attention.capabilities
-
-    def call_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
-        """The facts of a call of the layer `module` with these arguments."""
-        source = source_of(args, kwargs) if self.gate_projections else None
-        given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
-        if cross_source(kwargs) is None:
-            return LayerCall(source, state_layer(given, number))
-        if self.capabilities.position_free or not self.attention.reads_query_positions:
-            return LayerCall(source)
-        queries: Tensor = args[0] if args else kwargs["hidden_states"]
-        return LayerCall(source, offset=first_position(given, number, queries.shape[1]))
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, /, *, layer_call: LayerCall, **asked: Any
-    ) -> AttentionOutput:
-        """The arguments of `Attention.forward`, and the facts of the layer's call."""
-        source, layer = layer_call.source, layer_call.state
-        if layer_call.offset is not None:
-            asked["offset"] = layer_call.offset
-        if self.attention.qk_l2norm:
-            query, key = normalize(query, dim=-1), normalize(key, dim=-1)
-        if source is not None:
-            if source.shape[1] != key.shape[2]:
-                raise UnsupportedRequest(
-                    f"{self.name}: its gates are made from the layer's input of {source.shape[1]} tokens, but "
-                    f"{key.shape[2]} keys came, from a cache of keys; decode with cache=StateCache(model)"
-                )
-            asked["gates"] = self.gate_projections(source)
-        if layer is None:
-            check_positions(self.attention, query, key, asked)
-            alone: AttentionOutput = self.attention(query, key, value, **asked)
-            return alone
-        if asked.get("bias") is not None:
-            raise UnsupportedRequest(
-                f"{self.name}: the model adds a bias for each pair, and a StateCache shows it the new tokens alone, so that "
-                "it makes none for the past; decode with transformers' own cache"
-            )
-        result: AttentionOutput = self.attention(
-            query, key, value, **_of_new_tokens(asked), state=layer.state_for(self.attention, key)
-        )
-        layer.state = result.state
-        return result
-
-
-class _ServedCall:
-    """What serves one call of a layer: its installed variant, told the facts of that call. A `Callee`."""
-
-    def __init__(self, installed: InstalledAttention, layer_call: LayerCall) -> None:
-        self.installed, self.layer_call = installed, layer_call
-        self.name, self.capabilities = installed.name, installed.capabilities
-        self.shift_invariant = installed.attention.shift_invariant
-
-    def default_scale(self) -> float | None:
-        return self.installed.attention.default_scale()
-
-    def query_factor(self, scale: float) -> float | None:
-        return self.installed.attention.query_factor(scale)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
-        result: AttentionOutput = self.installed(query, key, value, layer_call=self.layer_call, **asked)
-        return result
-
-    forward = __call__
-
-
-def _of_new_tokens(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is asked of a call with a state: its positions go on from the state, whatever the mask counted them from."""
-    mask = asked.get("mask")
-    if isinstance(mask, AttentionMask):
-        asked["mask"] = AttentionMask(causal=mask.causal, window=mask.window, key_mask=mask.key_mask)
-    return asked
+Choice = str | Mapping[str, Any]
+ByLayer = Choice | Sequence[Choice] | Callable[[str, int], Choice | None]
 
 
 def install(
     model: PreTrainedModel,
-    variant: str | Mapping[str, Any],
+    variant: ByLayer,
     *,
     layers: str | Sequence[str] | None = None,
     example: Mapping[str, Any] | None = None,
+    replace: bool = False,
     **options: Any,
 ) -> list[str]:
     """Put `variant` into every attention layer of `model`, or into those whose paths match `layers`; their paths.
 
-    `variant` is a registered name with its `options`, or a mapping such as `{"name": "sliding_window", "left": 255}`.
+    `variant` is a registered name with its `options`, or a mapping such as `{"name": "sliding_window", "left": 255}`; for layers that
+    differ, a list with one of these for each layer, in order, or a function of a layer's path and its place among the model's layers
+    from 0 on, which leaves a layer alone by None. `options` hold for all of them.
     Each layer gets an instance of its own as the child `attnlab`: it is trained, moved, copied and saved with the model, and
     `save_pretrained` writes the choice into `config.json`, so that `load(folder)` makes it again. Layers that do not match
-    `layers`, glob patterns such as `"decoder.*.self_attn"`, compute what they did, by `dot_product`.
+    `layers`, glob patterns such as `"decoder.*.self_attn"`, keep the variant that they hold, and compute what they did, by
+    `dot_product`, where they hold none.
+
+    A layer that holds a variant already is an `InvalidInput`, as what the variant has learned would be lost: `uninstall` it first, or
+    pass `replace=True`.
 
     The sizes of the layers are seen in one forward of `example`, keyword arguments of the model; by default it is made up
-    from the config. A variant that was there is replaced. Raises what `attnlab.create` raises, and `InvalidInput` where no
-    layer matches or the forward fails; the model is then as it was.
+    from the config. Raises what `attnlab.create` raises, and `InvalidInput` where no layer matches or the forward fails; the
+    model is then as it was.
     """
-    chosen = storable("install", choice("install", variant, options))
-    found = list(attention_layers(model))
-    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    wanted = [path for path in found if any(fnmatchcase(path, pattern) for pattern in patterns)]
-    if not wanted:
+    wanted = _chosen_by_layer(model, variant, options, layers)
+    holding = _holding(model)
+    again = [path for path in wanted if path in holding]
+    if again and not replace:
         raise InvalidInput(
-            f"install: no attention layer of {type(model).__name__} matches {', '.join(patterns)}; it has "
-            f"{', '.join(found) or 'none that asks for an implementation'}"
+            f"install: {', '.join(again)} of {type(model).__name__} {'hold' if len(again) > 1 else 'holds'} "
+            f"{', '.join(sorted({holding[path].name for path in again}))} already, and what it has learned would be lost; choose "
+            "other layers with layers=, call uninstall(model, layers=...) first, or pass replace=True"
         )
     seen = sizes_of_layers(model, example)
     silent = [path for path in wanted if path not in seen]
@@ -187,30 +87,109 @@ def install(
             f"install: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
             "example={...} that reaches them, or choose layers without them"
         )
-    made = _made(chosen, {path: seen[path] for path in wanted})
-    layers_before = _held(model)
+    made = _made({path: (chosen, seen[path]) for path, chosen in wanted.items()})
+    put_everything_back = kept(model)
     try:
-        former = _detach(model)
-        before = model.__dict__.get("_attnlab_before", {}) if former else implementations(model)
+        before = model.__dict__.get("_attnlab_before", {}) if holding else implementations(model)
+        _detach(model, again)
         _attach(model, made)
         _choose(model)
+        model.__dict__["_attnlab_before"] = before
+        now = {path: {"variant": chosen, **seen[path]._asdict()} for path, chosen in wanted.items()}
+        _store(model, {**_stored(model.config), **now})
     except BaseException:
         # Whatever ends it, an interrupt too: every layer holds what it held, and the error passes on.
-        _hold(layers_before)
+        put_everything_back()
         raise
-    model.__dict__["_attnlab_before"] = before
-    model.config.attnlab = {"variant": chosen, "layers": {path: seen[path]._asdict() for path in wanted}}
-    model.config.attn_implementation = IMPLEMENTATION
-    return wanted
+    return list(wanted)
 
 
-def uninstall(model: PreTrainedModel) -> list[str]:
-    """Take every installed variant out of `model` and put its implementation back; the paths of the layers it was in."""
-    paths = _detach(model)
+def uninstall(model: PreTrainedModel, layers: str | Sequence[str] | None = None) -> list[str]:
+    """Take installed variants out of `model`, or out of the layers whose paths match `layers`; the paths of the layers they were in.
+
+    With the last one the implementation that the model had is put back. `InvalidInput` where `layers` matches none that holds one.
+    """
+    holding = _holding(model)
+    paths = _matching(holding, layers)
+    if layers is not None and not paths:
+        raise InvalidInput(
+            f"uninstall: no layer of {type(model).__name__} that matches {', '.join(_patterns(layers))} holds a variant; "
+            f"{', '.join(holding) or 'none'} does"
+        )
+    _detach(model, paths)
+    rest = {path: facts for path, facts in _stored(model.config).items() if path not in paths}
+    if len(paths) < len(holding):
+        _store(model, rest)
+        return paths
+    for module in attention_layers(model).values():
+        module.__dict__.pop(_LEFT, None)
     if getattr(model.config, "attnlab", None) is not None:
         put_back(model, model.__dict__.pop("_attnlab_before", {}))
         del model.config.attnlab, model.config.attn_implementation
     return paths
+
+
+def _chosen_by_layer(
+    model: PreTrainedModel,
+    variant: ByLayer,
+    options: Mapping[str, Any],
+    layers: str | Sequence[str] | None,
+) -> dict[str, dict[str, Any]]:
+    """The config of a variant for each layer that gets one, by path."""
+    found = list(attention_layers(model))
+    wanted = _matching(found, layers)
+    if not wanted:
+        raise InvalidInput(
+            f"install: no attention layer of {type(model).__name__} matches {', '.join(_patterns(layers))}; it has "
+            f"{', '.join(found) or 'none that asks for an implementation'}"
+        )
+    given: dict[str, Any]
+    if callable(variant):
+        given = {path: variant(path, found.index(path)) for path in wanted}
+        given = {path: one for path, one in given.items() if one is not None}
+        if not given:
+            raise InvalidInput("install: the function in variant gives None for every layer")
+    elif isinstance(variant, Sequence) and not isinstance(variant, str):
+        if len(variant) != len(wanted):
+            raise InvalidInput(
+                f"install: a list of variants has one for each of the {len(wanted)} layers {', '.join(wanted)}, got {len(variant)}"
+            )
+        given = dict(zip(wanted, variant, strict=True))
+    else:
+        given = dict.fromkeys(wanted, variant)
+    return {path: storable("install", choice("install", one, options)) for path, one in given.items()}
+
+
+def _patterns(layers: str | Sequence[str] | None) -> list[str]:
+    return ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+
+
+def _matching(paths: Iterable[str], layers: str | Sequence[str] | None) -> list[str]:
+    return [path for path in paths if any(fnmatchcase(path, pattern) for pattern in _patterns(layers))]
+
+
+def _holding(model: nn.Module) -> dict[str, InstalledAttention]:
+    """The variants that layers of `model` hold, by the layers' paths."""
+    found = {path: module._modules.get("attnlab") for path, module in attention_layers(model).items()}
+    return {path: held for path, held in found.items() if isinstance(held, InstalledAttention)}
+
+
+def _stored(config: Any) -> dict[str, dict[str, Any]]:
+    """What a config says of each layer with a variant, by path: its sizes and its variant's config; empty where it says nothing.
+
+    Configs of releases that knew one variant for a model name it once, beside the layers.
+    """
+    stored = getattr(config, "attnlab", None)
+    if not isinstance(stored, dict) or not isinstance(stored.get("layers"), dict):
+        return {}
+    common = {"variant": stored["variant"]} if "variant" in stored else {}
+    return {path: {**common, **facts} for path, facts in stored["layers"].items()}
+
+
+def _store(model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
+    order = list(attention_layers(model))
+    model.config.attnlab = {"layers": {path: layers[path] for path in sorted(layers, key=order.index)}}
+    model.config.attn_implementation = IMPLEMENTATION
 
 
 def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> PreTrainedModel:
@@ -221,8 +200,8 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
     """
     put(IMPLEMENTATION, ModelFunction(_serve))
     config = arguments.pop("config", None) or AutoConfig.from_pretrained(folder)
-    stored = getattr(config, "attnlab", None)
-    if not isinstance(stored, dict) or set(stored) != {"variant", "layers"}:
+    stored = _stored(config)
+    if not stored:
         raise InvalidInput(
             f"load: the config in {folder} names no attnlab variant; install() writes one, from_pretrained loads the rest"
         )
@@ -236,8 +215,8 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
 
     def init(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
         original.__init__(self, config, *args, **kwargs)
-        sizes = {path: LayerSizes(**found) for path, found in stored["layers"].items()}
-        _attach(self, _made(stored["variant"], sizes))
+        chosen = {path: dict(facts) for path, facts in stored.items()}
+        _attach(self, _made({path: (one.pop("variant"), LayerSizes(**one)) for path, one in chosen.items()}))
 
     # from_pretrained makes the model and then reads weights for what it holds: it must hold the variants by then.
     holding: Any = type(original.__name__, (original,), {"__init__": init, "__module__": original.__module__})
@@ -253,7 +232,7 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
     return model
 
 
-def _made(chosen: Mapping[str, Any], layers: Mapping[str, LayerSizes]) -> dict[str, InstalledAttention]:
+def _made(layers: Mapping[str, tuple[Mapping[str, Any], LayerSizes]]) -> dict[str, InstalledAttention]:
     return {
         path: InstalledAttention(
             create(
@@ -265,7 +244,7 @@ def _made(chosen: Mapping[str, Any], layers: Mapping[str, LayerSizes]) -> dict[s
             ),
             sizes.width,
         )
-        for path, sizes in layers.items()
+        for path, (chosen, sizes) in layers.items()
     }
 
 
@@ -273,29 +252,47 @@ def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> N
     for path, installed in made.items():
         module = model.get_submodule(path)
         module.attnlab = installed.to(*placement(module, model)).train(module.training)
-        module.register_forward_pre_hook(_note, with_kwargs=True)
-        module.register_forward_hook(_forget, always_call=True)
-    for path, module in attention_layers(model).items():
-        if path not in made:
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        module.register_forward_hook(forget, always_call=True)
+    _mark_left(model)
+
+
+def _mark_left(model: nn.Module) -> None:
+    for module in attention_layers(model).values():
+        module.__dict__.pop(_LEFT, None)
+        if "attnlab" not in module._modules:
             module.__dict__[_LEFT] = True
 
 
-def _held(model: PreTrainedModel) -> list[tuple[nn.Module, bool, list[dict[Any, Any]]]]:
-    """What `_attach` and `_detach` change of the attention layers: whether they are left as they are, children and hooks."""
-    return [
+def kept(model: PreTrainedModel) -> Callable[[], None]:
+    """A function that gives `model` back what `install` and `uninstall` change, as it is now."""
+    held = [
         (module, _LEFT in module.__dict__, [dict(place) for place in _places(module)])
         for module in attention_layers(model).values()
     ]
+    chosen = implementations(model)
+    spaces: list[tuple[dict[str, Any], str]] = [
+        (model.__dict__, "_attnlab_before"),
+        (model.config.__dict__, "attnlab"),
+        (model.config.__dict__, "attn_implementation"),
+    ]
+    values = [(space, name, space[name]) for space, name in spaces if name in space]
 
+    def put_everything_back() -> None:
+        for module, left, contents in held:
+            module.__dict__.pop(_LEFT, None)
+            if left:
+                module.__dict__[_LEFT] = True
+            for place, content in zip(_places(module), contents, strict=True):
+                place.clear()
+                place.update(content)
+        put_back(model, chosen)
+        for space, name in spaces:
+            space.pop(name, None)
+        for space, name, value in values:
+            space[name] = value
 
-def _hold(held: list[tuple[nn.Module, bool, list[dict[Any, Any]]]]) -> None:
-    for module, left, contents in held:
-        module.__dict__.pop(_LEFT, None)
-        if left:
-            module.__dict__[_LEFT] = True
-        for place, content in zip(_places(module), contents, strict=True):
-            place.clear()
-            place.update(content)
+    return put_everything_back
 
 
 def _places(module: nn.Module) -> list[dict[Any, Any]]:
@@ -308,43 +305,31 @@ def _places(module: nn.Module) -> list[dict[Any, Any]]:
     ]
 
 
-def _detach(model: PreTrainedModel) -> list[str]:
-    paths = [path for path, module in attention_layers(model).items() if "attnlab" in module._modules]
-    for module in attention_layers(model).values():
-        module.__dict__.pop(_LEFT, None)
+def _detach(model: PreTrainedModel, paths: Iterable[str]) -> None:
     for path in paths:
         module = model.get_submodule(path)
         del module.attnlab
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is _note:
+            if hook is note:
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
         for number, hook in list(module._forward_hooks.items()):
-            if hook is _forget:
+            if hook is forget:
                 del module._forward_hooks[number]
                 module._forward_hooks_always_called.pop(number, None)
-    return paths
-
-
-def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook that knows no model, so that copies and pickles of one carry it."""
-    _calls.push(module, module.attnlab.call_of(module, args, kwargs))  # type: ignore[union-attr,operator]
-
-
-def _forget(module: nn.Module, args: Any, output: Any) -> None:
-    _calls.pop(module)
+    _mark_left(model)
 
 
 def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
     installed = module._modules.get("attnlab")
     if isinstance(installed, InstalledAttention):
-        layer_call = _calls.of(module)
+        layer_call = call_under_way(module)
         if layer_call is None:
             raise AttnlabError(
                 f"{installed.name}: the attention of {type(module).__name__} was called outside a call of the layer itself, whose "
                 "hooks say what its gates, state and positions are; call the layer, and checkpoint whole layers"
             )
-        return _ServedCall(installed, layer_call)
+        return ServedCall(installed, layer_call)
     if _LEFT not in module.__dict__:
         raise AttnlabError(
             f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from attnlab._module_arguments import placement
 from attnlab.errors import AttnlabError, InvalidInput
 from attnlab.integrations._transformers_masks import make_mask
 
@@ -186,7 +187,7 @@ def cross_source(kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def _example(model: PreTrainedModel) -> dict[str, Tensor]:
     """Small inputs that the model's config says it takes."""
-    device, config = model.device, model.config
+    device, config = placement(model)[0], model.config
     vision, made = getattr(config, "vision_config", config), {}
     names = inspect.signature(model.forward).parameters
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)

@@ -82,6 +82,7 @@ def replace(
     *,
     where: Where = None,
     example: Mapping[str, Any] | None = None,
+    replace: bool = False,
     **options: Any,
 ) -> Replacement:
     """Put `variant` in the place of the attention of `model`, and report what was swapped, what was left and why.
@@ -91,8 +92,8 @@ def replace(
     keyword arguments of a Hugging Face model, for the forward that shows the sizes of its layers; made up from its config by default.
 
     The model's parameters stay the same objects, so that an optimizer made before goes on training them; hooks and training mode are kept.
-    A variant that learns brings parameters of its own, which the report names. Swapping again takes the original's place anew, but
-    a Hugging Face model holds one variant at a time. Either all that is wanted and known is swapped, or the model is as it was and
+    A variant that learns brings parameters of its own, which the report names. Attention that holds a variant already is an `InvalidInput`,
+    as what the variant has learned would be lost, unless replace=True takes the original's place anew. Either all that is wanted and known is swapped, or the model is as it was and
     the error says why: `InvalidInput` where nothing matches or can be swapped, and what `attnlab.create` and the adapters raise.
     """
     chosen = choice("replace", variant, options)
@@ -105,8 +106,15 @@ def replace(
         raise InvalidInput(
             f"replace: nothing that was asked for in {type(model).__name__} can be swapped: {reasons}"
         )
+    again = [layer for layer in able if original_of(layer.module) or "attnlab" in layer.module._modules]
+    if again and not replace:
+        raise InvalidInput(
+            f"replace: {', '.join(layer.path for layer in again)} of {type(model).__name__} {'hold' if len(again) > 1 else 'holds'} a "
+            "variant already, and what it has learned would be lost; choose other attention with where=, call "
+            "attnlab.restore(model) first, or pass replace=True"
+        )
     made = [(layer, _made(layer, chosen)) for layer in able if layer.make is not None]
-    _install(model, [layer for layer in able if layer.host is not None], chosen, example)
+    _install(model, [layer for layer in able if layer.host is not None], chosen, example, replace)
     held = places(model)
     for layer, new in made:
         _put(held[id(layer.module)], new)
@@ -243,32 +251,29 @@ def _put(held: list[tuple[nn.Module, str]], new: nn.Module) -> None:
 
 
 def _install(
-    model: nn.Module, layers: list[Layer], chosen: Mapping[str, Any], example: Mapping[str, Any] | None
+    model: nn.Module,
+    layers: list[Layer],
+    chosen: Mapping[str, Any],
+    example: Mapping[str, Any] | None,
+    replace: bool,
 ) -> None:
     """The variant in layers of Hugging Face models; where one model fails, in none of them."""
     if not layers:
         return
-    from attnlab.integrations._transformers_install import install, uninstall
+    from attnlab.integrations._transformers_install import install, kept
 
     found: dict[str, Any] = {
         path: host for path, host in hosts(model).items() if path in {x.host for x in layers}
     }
-    for path, host in found.items():
-        if getattr(host.config, "attnlab", None) is not None:
-            raise InvalidInput(
-                f"replace: {path or type(model).__name__} holds a variant already, and a Hugging Face model holds one at a "
-                "time; call attnlab.restore(model) first"
-            )
-    done: list[Any] = []
+    as_before = [kept(host) for host in found.values()]
     try:
         for path, host in found.items():
             inside = [x.path[len(path) + 1 if path else 0 :] for x in layers if x.host == path]
-            install(host, chosen, layers=[glob.escape(p) for p in inside], example=example)
-            done.append(host)
+            install(host, chosen, layers=[glob.escape(p) for p in inside], example=example, replace=replace)
     except BaseException:
         # Whatever ends it, an interrupt too: in all models or in none, and the error passes on.
-        for host in done:
-            uninstall(host)
+        for put_everything_back in as_before:
+            put_everything_back()
         raise
 
 

@@ -136,11 +136,27 @@ def test_a_variant_can_be_swapped_for_another_and_the_original_still_comes_back(
     model, x = encoder().eval(), tokens()
     wanted = model(x)
     attnlab.replace(model, "additive")
-    report = attnlab.replace(model, "dot_product", where="layers.1.*")
+    report = attnlab.replace(model, "dot_product", where="layers.1.*", replace=True)
     assert report.swapped == {"layers.1.self_attn": "torch.nn.MultiheadAttention -> dot_product"}
     assert [layer.self_attn.attention.name for layer in model.layers] == ["additive", "dot_product"]
     attnlab.restore(model)
     torch.testing.assert_close(model(x), wanted, **CLOSE)
+
+
+def test_layers_are_added_and_the_same_layer_again_is_refused():
+    """F07: what a variant has learned is not lost without a word."""
+    model = encoder()
+    attnlab.replace(model, "additive", where="layers.0.*")
+    learned = model.layers[0].self_attn
+    report = attnlab.replace(model, "gated", where="layers.1.*")
+    assert list(report.swapped) == ["layers.1.self_attn"]
+    with pytest.raises(
+        InvalidInput,
+        match=r"layers\.0\.self_attn, layers\.1\.self_attn of .* hold a variant already.*replace=True",
+    ):
+        attnlab.replace(model, "dot_product")
+    assert model.layers[0].self_attn is learned
+    assert [layer.self_attn.attention.name for layer in model.layers] == ["additive", "gated"]
 
 
 def test_a_frozen_weight_stays_frozen_and_the_mode_and_dtype_stay():
@@ -303,7 +319,9 @@ def test_a_swap_that_fails_in_one_layer_leaves_the_model_as_it_was():
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize("again", [attnlab.restore, lambda model: attnlab.replace(model, "flash")])
+@pytest.mark.parametrize(
+    "again", [attnlab.restore, lambda model: attnlab.replace(model, "flash", replace=True)]
+)
 def test_a_weight_that_was_taken_out_since_is_told_and_nothing_changes(again):
     model = encoder()
     attnlab.replace(model, "dot_product")

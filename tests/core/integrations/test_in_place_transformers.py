@@ -123,15 +123,32 @@ def test_an_example_shows_the_sizes_of_layers_where_the_made_up_one_cannot():
     assert seen == [["inputs_embeds"]]
 
 
-def test_a_model_that_holds_a_variant_is_restored_first():
+def test_layers_of_a_model_are_added_and_the_same_layer_again_is_refused():
+    """F07."""
     model = encoder()
+    untouched = held(model)
     attnlab.replace(model, "additive", where=PATHS[0])
-    with pytest.raises(
-        InvalidInput, match=r"BertModel holds a variant already.*attnlab\.restore\(model\) first"
-    ):
+    learned = model.get_submodule(PATHS[0]).attnlab
+    attnlab.replace(model, "dot_product", where=PATHS[1])
+    assert [model.get_submodule(path).attnlab.name for path in PATHS] == ["additive", "dot_product"]
+    with pytest.raises(InvalidInput, match=r"of BertModel hold a variant already.*attnlab\.restore\(model\)"):
         attnlab.replace(model, "dot_product")
+    assert model.get_submodule(PATHS[0]).attnlab is learned
+    attnlab.replace(model, "dot_product", replace=True)
+    assert [model.get_submodule(path).attnlab.name for path in PATHS] == ["dot_product"] * 2
     attnlab.restore(model)
-    attnlab.replace(model, "dot_product")
+    assert held(model) == untouched
+
+
+def test_where_the_second_of_two_models_fails_the_first_keeps_the_variant_that_it_held():
+    model = Pair()
+    attnlab.replace(model, "additive", where=f"left.{PATHS[0]}")
+    before, learned = held(model), model.left.get_submodule(PATHS[0]).attnlab
+    model.right.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(InvalidInput, match="ZeroDivisionError"):
+        attnlab.replace(model, "dot_product", where=[f"*.{PATHS[1]}"])
+    assert model.left.get_submodule(PATHS[0]).attnlab is learned
+    assert held(model) == before
 
 
 def test_options_that_its_config_cannot_keep_are_refused():

@@ -177,13 +177,13 @@ def test_a_call_within_a_call_that_fails_leaves_the_outer_one_right():
 
 
 def test_nothing_of_a_call_is_kept_once_it_is_over():
-    from attnlab.integrations import _transformers_install
+    from attnlab.integrations._transformers_installed import call_under_way
 
     model = decoder("gated_delta")
     before = [set(vars(part)) for part in model.modules()]
     answer(model, tokens(9), cache=hf.StateCache(model))
     assert [set(vars(part)) for part in model.modules()] == before
-    assert _transformers_install._calls.of(inner(model)) is None
+    assert call_under_way(inner(model)) is None
     copied = copy.deepcopy(model)
     assert torch.equal(answer(copied, tokens(9)), answer(model, tokens(9)))
 

@@ -1,5 +1,9 @@
 """StateCache: models that decode by the states of their variants give what one pass over the whole gives."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 
@@ -163,6 +167,124 @@ def test_a_recurrences_memory_does_not_grow():
         held = [x for layer in cache.layers for x in vars(layer.state).values() if torch.is_tensor(x)]
         sizes.append(sum(x.numel() for x in held))
     assert sizes[0] == sizes[1] > 0
+
+
+# -- copies, and what generation asks of a cache (F12) ------------------------------------------------------
+
+
+class Modules(pickle.Pickler):
+    """Counts the modules and parameters that it meets."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO())
+        self.met = []
+
+    def reducer_override(self, thing):
+        if isinstance(thing, (torch.nn.Module, torch.nn.Parameter)):
+            self.met.append(thing)
+        return NotImplemented
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("variant", STATEFUL)
+def test_a_copy_of_a_cache_carries_states_alone_and_goes_on_by_itself(variant, again):
+    model, ids = decoder(variant), tokens()
+    mask, cache = torch.ones_like(ids), hf.StateCache(model)
+    whole = by_parts(model, ids, mask, [9], hf.StateCache(model))
+    for begun in (again(cache), cache):
+        by_parts(model, ids, mask, [5], begun)
+        pickler = Modules()
+        pickler.dump(begun)
+        assert pickler.met == []
+        fork = again(begun)
+        torch.testing.assert_close(rest(model, ids, fork), whole[:, 5:], **CLOSE)
+        torch.testing.assert_close(rest(model, ids, begun), whole[:, 5:], **CLOSE)
+
+
+def repeating(model):
+    """A prompt that says everything twice, so that looking tokens up in it finds some, a few of them wrong."""
+    ids = torch.randint(3, 50, (1, 9))
+    return torch.cat([ids, ids], 1)
+
+
+CROPPED = [
+    "dot_product",
+    "additive",
+    {"name": "sliding_window", "left": 3},
+    {"name": "sliding_window", "left": 40},
+]
+
+
+@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+@pytest.mark.parametrize("variant", CROPPED, ids=str)
+def test_drafted_tokens_are_verified_by_states_that_can_be_cropped(variant, how):
+    model, crops = decoder(variant), []
+    ids = repeating(model)
+    more = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {"assistant_model": decoder()}
+    steps = {**GREEDY, "max_new_tokens": 16, "min_new_tokens": 16}
+    wanted = model.generate(ids, **steps, use_cache=False)
+    cache = hf.StateCache(model)
+    crop = cache.crop
+    cache.crop = lambda count: (crops.append(count), crop(count))
+    assert torch.equal(model.generate(ids, **steps, **more, cache=cache), wanted)
+    assert min(crops) < 0  # some draft was wrong
+
+
+def test_an_encoder_decoder_verifies_drafted_tokens_too():
+    model, ids = seq2seq("additive"), tokens(batch=1, length=7)
+    how = {**GREEDY, "pad_token_id": 1}
+    both = transformers.EncoderDecoderCache(hf.StateCache(model), transformers.DynamicCache())
+    wanted = model.generate(ids, **how, use_cache=False)
+    assert torch.equal(model.generate(ids, **how, prompt_lookup_num_tokens=3, cache=both), wanted)
+
+
+@pytest.mark.parametrize("variant", ["gated_delta", "linearised"])
+def test_a_recurrence_refuses_drafted_tokens_in_a_sentence(variant):
+    model = decoder(variant)
+    with pytest.raises(ValueError, match="requires a cache that can be cropped"):
+        model.generate(repeating(model), **GREEDY, prompt_lookup_num_tokens=3, cache=hf.StateCache(model))
+
+
+def test_a_cache_one_of_whose_layers_cannot_be_cropped_is_left_whole():
+    model, ids = decoder(), tokens()
+    hf.install(model, ["dot_product", "gated_delta"])
+    cache, mask = hf.StateCache(model), torch.ones_like(ids)
+    whole = by_parts(model, ids, mask, [9], hf.StateCache(model))
+    by_parts(model, ids, mask, [5], cache)
+    assert not cache.is_croppable
+    with pytest.raises(UnsupportedRequest, match="crop"):
+        cache.crop(-3)
+    torch.testing.assert_close(rest(model, ids, cache), whole[:, 5:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"cache_implementation": "static"}, "Passing both `cache_implementation`"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive Search requires"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "Group Beam Search requires"),
+    ],
+)
+def test_flags_that_go_with_another_cache_are_refused_in_the_hosts_own_sentence(flags, message):
+    model = decoder("gated_delta")
+    with pytest.raises(ValueError, match=message):
+        model.generate(tokens(), **GREEDY, **flags, cache=hf.StateCache(model))
+
+
+@pytest.mark.parametrize("flags", [{"prefill_chunk_size": 4}, {"num_beams": 3, "do_sample": False}], ids=str)
+@pytest.mark.parametrize("variant", STATEFUL)
+def test_flags_that_change_how_tokens_are_fed_change_no_answer(variant, flags):
+    model, ids = decoder(variant), tokens()
+    plain = {name: value for name, value in flags.items() if name != "prefill_chunk_size"}
+    wanted = model.generate(ids, **{**GREEDY, **plain}, use_cache=False)
+    assert torch.equal(model.generate(ids, **{**GREEDY, **flags}, cache=hf.StateCache(model)), wanted)
+
+
+@pytest.mark.parametrize("variant", ["dot_product", "additive", "linearised"])
+def test_a_static_cache_of_keys_serves_what_needs_no_state(variant):
+    model, ids = decoder(variant), tokens()
+    wanted = model.generate(ids, **GREEDY, use_cache=False)
+    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), wanted)
 
 
 # -- wrong use --------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_an_install_that_fails_leaves_the_model_as_it_was(variant, options, erro
     hf.install(model, "gated_delta")
     before = everything(model)
     with pytest.raises(error):
-        hf.install(model, variant, **options)
+        hf.install(model, variant, replace=True, **options)
     assert everything(model) == before
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_lets_nothing_be_set_is_left_as_it_was(monkeypatch, former)
 
     monkeypatch.setattr(type(model), "set_attn_implementation", refuse)
     with pytest.raises(ValueError, match="no"):
-        hf.install(model, "additive")
+        hf.install(model, "additive", replace=True)
     monkeypatch.undo()
     assert everything(model) == before
     assert torch.equal(logits(model, ids), wanted)
@@ -134,21 +134,140 @@ def test_layers_that_no_pattern_names_compute_what_they_did():
     wanted = logits(model, ids)
     assert hf.install(model, "gated_delta", layers="*.1.self_attn") == SELF[1:]
     assert not torch.allclose(logits(model, ids), wanted)
-    hf.install(model, {"name": "dot_product"}, layers=["*.1.*"])
+    hf.install(model, {"name": "dot_product"}, layers=["*.1.*"], replace=True)
     torch.testing.assert_close(logits(model, ids), wanted, atol=2e-5, rtol=1e-4)  # two float32 layers
     with pytest.raises(InvalidInput, match=r"matches decoder\.\*; it has model\.layers\.0\.self_attn"):
         hf.install(model, "additive", layers="decoder.*")
 
 
-def test_a_second_install_replaces_the_first():
+# -- in parts (F07) ---------------------------------------------------------------------------------------
+
+
+def names(model):
+    """The installed variants' names, None for a layer without one."""
+    found = (getattr(part, "attnlab", None) for part in hf.attention_layers(model).values())
+    return [None if held is None else held.name for held in found]
+
+
+def test_a_second_install_adds_layers_and_loses_nothing_that_was_learned():
+    model, ids = decoder(), tokens()
+    untouched, plain = everything(model), logits(model, ids)
+    hf.install(model, "gated_delta", layers="*.0.self_attn")
+    first = copy.deepcopy(model.model.layers[0].self_attn.attnlab.state_dict())
+    assert hf.install(model, "additive", layers="*.1.self_attn") == SELF[1:]
+    assert names(model) == ["gated_delta", "additive"]
+    assert torch.equal(model.model.layers[0].self_attn.attnlab.gate_projections.beta.weight,
+                       first["gate_projections.beta.weight"])  # fmt: skip
+    assert [len(model.get_submodule(path)._forward_pre_hooks) for path in SELF] == [1, 1]
+    assert hf.uninstall(model, "*.1.*") == SELF[1:]
+    assert names(model) == ["gated_delta", None]
+    assert list(model.config.attnlab["layers"]) == SELF[:1]
+    assert not torch.allclose(logits(model, ids), plain)
+    assert hf.uninstall(model) == SELF[:1]
+    assert everything(model) == untouched
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_the_same_layer_again_is_refused_unless_it_is_to_be_replaced(replace):
+    model, ids = decoder(), tokens()
+    hf.install(model, "gated_delta")
+    before, wanted = everything(model), logits(model, ids)
+    if not replace:
+        with pytest.raises(
+            InvalidInput,
+            match=r"model\.layers\.1\.self_attn of LlamaForCausalLM holds gated_delta already.*replace=True",
+        ):
+            hf.install(model, "additive", layers=SELF[1])
+        assert everything(model) == before
+        assert torch.equal(logits(model, ids), wanted)
+        return
+    kept = model.model.layers[0].self_attn.attnlab
+    hf.install(model, "additive", layers=SELF[1], replace=True)
+    assert names(model) == ["gated_delta", "additive"]
+    assert model.model.layers[0].self_attn.attnlab is kept
+    assert [len(model.get_submodule(path)._forward_pre_hooks) for path in SELF] == [1, 1]
+
+
+def test_what_holds_no_variant_is_not_taken_out():
     model = decoder()
-    hf.install(model, "additive")
     hf.install(model, "gated_delta", layers=SELF[0])
-    assert [n for n, part in model.named_modules() if n.endswith(".attnlab")] == [f"{SELF[0]}.attnlab"]
-    assert model.get_submodule(SELF[0]).attnlab.name == "gated_delta"
-    assert [len(model.get_submodule(path)._forward_pre_hooks) for path in SELF] == [1, 0]
-    hf.uninstall(model)
-    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(
+        InvalidInput, match=r"no layer of LlamaForCausalLM that matches \*\.1\.\* holds a variant; model"
+    ):
+        hf.uninstall(model, "*.1.*")
+    assert names(model) == ["gated_delta", None]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        [{"name": "sliding_window", "left": 1}, {"name": "sliding_window", "left": 2}],
+        lambda path, index: {"name": "sliding_window", "left": index + 1},
+        lambda path, index: {"name": "sliding_window", "left": int(path.split(".")[2]) + 1},
+    ],
+    ids=["list", "place", "path"],
+)
+def test_each_layer_may_have_options_of_its_own(variant, tmp_path):
+    model, ids = decoder(), tokens()
+    hf.install(model, variant, sink_tokens=1)
+    held = [part.attnlab.attention for part in hf.attention_layers(model).values()]
+    assert [(one.left, one.sink_tokens) for one in held] == [(1, 1), (2, 1)]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(hf.load(tmp_path), ids), logits(model, ids))
+
+
+def test_a_function_leaves_layers_alone_and_a_list_fits_the_layers():
+    model = decoder()
+    assert hf.install(model, lambda path, index: "additive" if index else None) == SELF[1:]
+    assert names(model) == [None, "additive"]
+    with pytest.raises(InvalidInput, match=r"one for each of the 1 layers .*, got 2"):
+        hf.install(model, ["additive", "gated_delta"], layers=SELF[0])
+    with pytest.raises(InvalidInput, match="gives None for every layer"):
+        hf.install(model, lambda path, index: None)
+
+
+def test_several_variants_of_one_model_come_back_from_a_folder(tmp_path):
+    model, ids = decoder(), tokens()
+    hf.install(model, "gated_delta", layers=SELF[0])
+    hf.install(model, "additive", layers=SELF[1], hidden_size=3)
+    wanted = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    loaded = hf.load(tmp_path)
+    assert names(loaded) == ["gated_delta", "additive"]
+    assert torch.equal(logits(loaded, ids), wanted)
+    cache = hf.StateCache(loaded)  # layers of a cache go by one length, whatever their states
+    with torch.no_grad():
+        parts = [loaded(part, cache=cache).logits for part in ids.split([5, 4], 1)]
+        whole = loaded(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=5e-5, rtol=1e-4)
+    hf.uninstall(loaded, SELF[0])
+    loaded.save_pretrained(tmp_path / "again")
+    assert names(hf.load(tmp_path / "again")) == [None, "additive"]
+
+
+def test_a_folder_that_names_one_variant_for_all_layers_is_read_as_before(tmp_path):
+    model, ids = decoder(), tokens()
+    hf.install(model, "additive", layers=SELF[1])
+    wanted = logits(model, ids)
+    sizes = {
+        path: {n: x for n, x in facts.items() if n != "variant"}
+        for path, facts in model.config.attnlab["layers"].items()
+    }
+    model.config.attnlab = {"variant": {"name": "additive"}, "layers": sizes}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(hf.load(tmp_path), ids), wanted)
+
+
+def test_an_install_that_fails_in_the_second_part_leaves_the_first(monkeypatch):
+    model, ids = decoder(), tokens()
+    hf.install(model, "gated_delta", layers=SELF[0])
+    before, wanted = everything(model), logits(model, ids)
+    with pytest.raises(UnknownVariant):
+        hf.install(model, ["nope"], layers=SELF[1])
+    with pytest.raises(InvalidInput):
+        hf.install(model, "additive", layers=SELF[1], example={"nonsense": 1})
+    assert everything(model) == before
+    assert torch.equal(logits(model, ids), wanted)
 
 
 # -- training ---------------------------------------------------------------------------------------------

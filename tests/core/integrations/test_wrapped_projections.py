@@ -347,6 +347,40 @@ def test_adapters_of_peft_on_a_models_projections(peft, variant):
     torch.testing.assert_close(model.merge_and_unload()(x, causal=True).out, found, **CLOSE)
 
 
+@pytest.mark.parametrize("where", ["cpu", "disk", "both"])
+@variants
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_models_whose_weights_accelerate_keeps_elsewhere(variant, where, tmp_path):
+    """What a variant brings is made where its layer computes, not on the meta device that its layer's weights lie on."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; peft brings it")
+    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    from attnlab.integrations import transformers as hf
+
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
+    )
+    plain = transformers.LlamaForCausalLM(config).eval()
+    other, ids = copy.deepcopy(plain), torch.arange(3, 12)[None]
+    if where == "cpu":
+        accelerate.cpu_offload(other, execution_device="cpu")
+    elif where == "disk":
+        accelerate.disk_offload(other, tmp_path, execution_device="cpu")
+    else:
+        places = dict.fromkeys(
+            ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
+        )
+        accelerate.dispatch_model(
+            other, {**places, "model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path
+        )
+    for model in (plain, other):
+        torch.manual_seed(1)
+        hf.install(model, variant)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            other(ids, use_cache=False).logits, plain(ids, use_cache=False).logits, **CLOSE
+        )
+
+
 # -- torch's fast path, and what is refused -----------------------------------------------------------------
 
 
@@ -394,3 +428,15 @@ def test_the_dtype_is_that_of_the_call(wrapper):
     assert out.dtype == torch.bfloat16
     # A few products of 16 numbers below 1, in bfloat16.
     torch.testing.assert_close(out.float(), module(x.float()).out, atol=2**-4, rtol=0)
+
+
+@pytest.mark.parametrize("wrapper", [EightBits, FourBits])
+def test_gates_that_stayed_in_another_dtype_say_so(wrapper):
+    module = attnlab.MultiHeadAttention(WIDTH, HEADS, variant="gated_delta")
+    other, x = wrapped(module, wrapper, PROJECTIONS), torch.randn(2, 5, WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(
+        InvalidInput, match=r"gate \w+: its input is torch\.bfloat16 on cpu and the module torch\.float32"
+    ):
+        other(x, causal=True)
+    other.gate_projections.to(torch.bfloat16)
+    assert other(x, causal=True).out.dtype == torch.bfloat16

@@ -1,0 +1,143 @@
+"""A variant in a layer of a transformers model, told what the layer's call says beside its attention's. Needs transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from attnlab.call import AttentionOutput
+from attnlab.capabilities import Capabilities
+from attnlab.errors import UnsupportedRequest
+from attnlab.integrations._facts_of_calls import FactsOfCalls
+from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
+from attnlab.integrations._transformers_function import check_positions
+from attnlab.integrations._transformers_layers import cross_source, source_of
+from attnlab.interface import Attention
+from attnlab.mask import AttentionMask
+from attnlab.modules import GateProjections
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What the call of a layer says that its implementation is not told.
+
+    source: the input `[B, L, width]` that gates are made from, where the variant takes any. state: the layer of a `StateCache`.
+    offset: where the first query stands, where only the layer's cache says so.
+    """
+
+    source: Tensor | None = None
+    state: StateLayer | None = None
+    offset: Any = None
+
+
+_calls = FactsOfCalls("attnlab_installed_calls")
+
+
+class InstalledAttention(nn.Module):
+    """One layer's variant, with the gates that it needs made from the layer's input; the layer calls it.
+
+    Queries and keys are made to unit length where the variant asks for it.
+    """
+
+    def __init__(self, attention: Attention, width: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.gate_projections = GateProjections(attention, width)
+
+    @property
+    def name(self) -> str:
+        return self.attention.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.attention.capabilities
+
+    def call_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
+        """The facts of a call of the layer `module` with these arguments."""
+        source = source_of(args, kwargs) if self.gate_projections else None
+        given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
+        if cross_source(kwargs) is None:
+            return LayerCall(source, state_layer(given, number))
+        if self.capabilities.position_free or not self.attention.reads_query_positions:
+            return LayerCall(source)
+        queries: Tensor = args[0] if args else kwargs["hidden_states"]
+        return LayerCall(source, offset=first_position(given, number, queries.shape[1]))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, /, *, layer_call: LayerCall, **asked: Any
+    ) -> AttentionOutput:
+        """The arguments of `Attention.forward`, and the facts of the layer's call."""
+        source, layer = layer_call.source, layer_call.state
+        if layer_call.offset is not None:
+            asked["offset"] = layer_call.offset
+        if self.attention.qk_l2norm:
+            query, key = normalize(query, dim=-1), normalize(key, dim=-1)
+        if source is not None:
+            if source.shape[1] != key.shape[2]:
+                raise UnsupportedRequest(
+                    f"{self.name}: its gates are made from the layer's input of {source.shape[1]} tokens, but "
+                    f"{key.shape[2]} keys came, from a cache of keys; decode with cache=StateCache(model)"
+                )
+            asked["gates"] = self.gate_projections(source)
+        if layer is None:
+            check_positions(self.attention, query, key, asked)
+            alone: AttentionOutput = self.attention(query, key, value, **asked)
+            return alone
+        if asked.get("bias") is not None:
+            raise UnsupportedRequest(
+                f"{self.name}: the model adds a bias for each pair, and a StateCache shows it the new tokens alone, so that "
+                "it makes none for the past; decode with transformers' own cache"
+            )
+        result: AttentionOutput = self.attention(
+            query, key, value, **_of_new_tokens(asked), state=layer.state_for(self.attention, key)
+        )
+        layer.state = result.state
+        return result
+
+
+class ServedCall:
+    """What serves one call of a layer: its installed variant, told the facts of that call. A `Callee`."""
+
+    def __init__(self, installed: InstalledAttention, layer_call: LayerCall) -> None:
+        self.installed, self.layer_call = installed, layer_call
+        self.name, self.capabilities = installed.name, installed.capabilities
+        self.shift_invariant = installed.attention.shift_invariant
+
+    def default_scale(self) -> float | None:
+        return self.installed.attention.default_scale()
+
+    def query_factor(self, scale: float) -> float | None:
+        return self.installed.attention.query_factor(scale)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
+        result: AttentionOutput = self.installed(query, key, value, layer_call=self.layer_call, **asked)
+        return result
+
+    forward = __call__
+
+
+def _of_new_tokens(asked: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of a call with a state: its positions go on from the state, whatever the mask counted them from."""
+    mask = asked.get("mask")
+    if isinstance(mask, AttentionMask):
+        asked["mask"] = AttentionMask(causal=mask.causal, window=mask.window, key_mask=mask.key_mask)
+    return asked
+
+
+def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that knows no model, so that copies and pickles of one carry it."""
+    _calls.push(module, module.attnlab.call_of(module, args, kwargs))  # type: ignore[union-attr,operator]
+
+
+def forget(module: nn.Module, args: Any, output: Any) -> None:
+    _calls.pop(module)
+
+
+def call_under_way(module: nn.Module) -> LayerCall | None:
+    """The facts of the call of the layer `module` that this thread is in; None where it is in none."""
+    facts: LayerCall | None = _calls.of(module)
+    return facts
