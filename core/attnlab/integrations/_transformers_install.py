@@ -30,6 +30,7 @@ from attnlab.integrations._transformers_layers import (
     source_of,
 )
 from attnlab.integrations._transformers_names import by_name
+from attnlab.integrations._transformers_packing import is_packed, refuse_steps_back
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
 from attnlab.modules import GateProjections
@@ -77,6 +78,8 @@ class InstalledAttention(nn.Module):
         given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
         if cross_source(kwargs) is None:
             self._layer = state_layer(given, number)
+            if number == 0:
+                refuse_steps_back(self._layer, kwargs.get("position_ids"), kwargs.get("attention_mask"))
         elif self.attention.reads_query_positions and not self.capabilities.position_free:
             queries: Tensor = args[0] if args else kwargs["hidden_states"]
             self._offset = first_position(given, number, queries.shape[1])
@@ -104,6 +107,11 @@ class InstalledAttention(nn.Module):
             raise UnsupportedRequest(
                 f"{self.name}: the model adds a bias for each pair, and a StateCache shows it the new tokens alone, so that "
                 "it makes none for the past; decode with transformers' own cache"
+            )
+        if is_packed(asked.get("mask")):
+            raise UnsupportedRequest(
+                f"{self.name}: position_ids restart within a row, so it packs sequences, and a StateCache holds one sequence a row; "
+                "give each a row of its own, or leave the cache out"
             )
         result: AttentionOutput = self.attention(
             query, key, value, **_of_new_tokens(asked), state=layer.state
