@@ -383,7 +383,8 @@ def instance(subject: Subject, setting: Setting) -> Attention | None:
     return variant if able(variant, *setting.needs) else None
 
 
-def every(subject: Subject, settings: dict[str, Setting]) -> None:
+def every(subject: Subject, settings: dict[str, Setting]) -> int:
+    """How many answers were compared."""
     checked = 0
     for title, setting in settings.items():
         variant = instance(subject, setting)
@@ -399,18 +400,19 @@ def every(subject: Subject, settings: dict[str, Setting]) -> None:
                     compare(variant, same, setting)
                 except AssertionError as fault:
                     raise AssertionError(f"{subject}: {name}, {title}: {fault}") from None
-    assert checked > 10
+    return checked
 
 
 @pytest.mark.parametrize("subject", subjects(), ids=str)
 def test_calls_that_mean_the_same_give_the_same(subject: Subject) -> None:
-    every(subject, SETTINGS)
+    assert every(subject, SETTINGS) > 10
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("subject", subjects(), ids=str)
 def test_calls_that_mean_the_same_give_the_same_under_pairs_of_arguments(subject: Subject) -> None:
-    every(subject, FULL)
+    if not every(subject, FULL):
+        pytest.skip("it takes none of these arguments together")
 
 
 # -- splits --------------------------------------------------------------------------------------------------------
