@@ -78,15 +78,8 @@ class Call:
 
         The first `sink_tokens` positions are exempt from `left`. query and key are those that `attend` was handed.
         """
-        seen = self.visibility
-        if seen is None:
-            past = 0 if self.state is None else self.state.length
-            seen = Visibility(
-                query.shape[0], query.shape[1], query.shape[2], past + key.shape[2], query.device
-            )
-            seen.offset = past
         return Call(
-            seen.narrowed(left, right, sink_tokens),
+            self._settled(query, key).narrowed(left, right, sink_tokens),
             self.scale,
             self.bias,
             self.softcap,
@@ -99,6 +92,24 @@ class Call:
             self.state,
             self.recording,
         )
+
+    def _settled(self, query: Tensor, key: Tensor) -> Visibility:
+        """`visibility`, made where every query sees every key."""
+        if self.visibility is not None:
+            return self.visibility
+        past = 0 if self.state is None else self.state.length
+        seen = Visibility(query.shape[0], query.shape[1], query.shape[2], past + key.shape[2], query.device)
+        seen.offset = past
+        return seen
+
+    def visible_under_bias(self, query: Tensor, key: Tensor) -> Visibility | None:
+        """`visibility` without the pairs that a bias of -inf hides, for variants that read which keys are visible before they score."""
+        if self.bias is None:
+            return self.visibility
+        seen = self._settled(query, key).narrowed(None, None)
+        shown = self.bias.detach() != -torch.inf
+        seen.allowed = shown if seen.allowed is None else seen.allowed & shown
+        return seen
 
     def without_keys(self, start: int, stop: int, front: Tensor | None = None) -> Call:
         """This call for keys of which those from `start` to `stop` are forgotten, and with no state: see `Visibility.without_keys`."""

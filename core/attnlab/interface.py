@@ -60,9 +60,9 @@ class Attention(PlainCalls):
             begin at 0 each. An instance whose options decide it sets it in `__init__`.
         reads_query_positions: whether it matters where queries stand, where it reads positions. A call that gives an `offset` which
             nothing reads is refused.
-        check_options: values of its options, off their defaults, with which checks and tests make further instances:
-            `({"left": 3}, {"left": 3, "sink_tokens": 2})`; small ones, for sequences of 5 to 40 tokens. They are laid over the options
-            of a registry row, so that a preset counts as a value too.
+        check_options: options off their defaults with which checks and tests make further instances, such as
+            `({"left": 3}, {"left": 3, "sink_tokens": 2})`: one mapping for each instance, for sequences of 5 to 40 tokens. They belong to
+            the row that bears the class's own name; its presets are instances of their own.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
             nothing says False, and its calls are judged by their bits alone.
 
@@ -92,6 +92,13 @@ class Attention(PlainCalls):
         if "forward" in cls.__dict__:
             raise PluginError(
                 f"{cls.__name__} overrides forward, which is final; override attend(query, key, value, call)"
+            )
+        chosen: Any = cls.check_options
+        if not isinstance(chosen, tuple) or not all(
+            isinstance(one, Mapping) and one and all(isinstance(word, str) for word in one) for one in chosen
+        ):
+            raise PluginError(
+                f"{cls.__name__}.check_options must be a tuple of mappings from an option's name to its value, got {quoted(chosen)}"
             )
 
     def __init__(

@@ -32,6 +32,7 @@ class AdditiveAttention(ScoreAttention):
     capabilities = replace(
         ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
     )
+    check_options = ({"shared": True, "bias": True}, {"hidden_size": 3, "weight_norm": True})
 
     def __init__(
         self,

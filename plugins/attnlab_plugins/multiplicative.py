@@ -47,7 +47,7 @@ class MultiplicativeAttention(ScoreAttention):
       `offset=t`, and one that calls for all steps at once need say nothing.
     - `"p"`, local-p: those within D of a predicted position, weights times a Gaussian of deviation D / 2 around it (eq. 9 and 10),
       not normalised again; `W_p [H, A, Dq]`, `v_p [H, A]`. The sentence that eq. 9 measures by S is, for each query, from the
-      first to the last key that the caller lets it see: the source without its padding, or a causal query's past.
+      first to the last key that the caller's masks and bias let it see: the source without its padding, or a causal query's past.
 
     Learned for each query head. The default scale is 1. `dot` and `general` run on torch's fused kernels where these fit.
     """
@@ -56,6 +56,14 @@ class MultiplicativeAttention(ScoreAttention):
     formula = "multiplicative"
     capabilities = replace(
         ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
+    )
+    check_options = (
+        {"local": "m", "half_width": 1},
+        {"local": "p", "half_width": 3},
+        {"score": "dot", "local": "m", "half_width": 2},
+        {"score": "concat", "local": "p", "half_width": 2, "hidden_size": 3},
+        {"score": "location", "max_length": 48, "local": "m", "half_width": 2},
+        {"score": "location", "max_length": 48, "local": "p", "half_width": 3},
     )
 
     def __init__(
@@ -158,7 +166,8 @@ class MultiplicativeAttention(ScoreAttention):
         if self.local == "m":
             call = call.within(query, key, left=self.half_width, right=self.half_width)
         elif self.local == "p":
-            centre = _centre(query, self.W_p, self.v_p, key.shape[2], call.visibility)
+            shown = call.visible_under_bias(query, key)
+            centre = _centre(query, self.W_p, self.v_p, key.shape[2], shown)
             query = torch.cat([query.to(centre.dtype), centre], 3)  # which project_query and tiles read
         return super().attend(query, key, value, call)
 

@@ -178,7 +178,8 @@ class ScoreAttention(Attention):
         seen = call.visibility
         if seen is None or seen.left is None or seen.sink_tokens or torch.compiler.is_compiling():
             return 0
-        if not (self.capabilities.position_free or self.shift_invariant):
+        differences = self.shift_invariant and not (self.hides or self.reweights)  # of positions made by now
+        if not (self.capabilities.position_free or differences):
             return 0
         return min(seen.key_range(0, seen.query_length)[0], seen.key_length - 1)
 

@@ -85,7 +85,8 @@ def multiplicative(
         if local == "m":
             visible = visible & ((j - positions[0][:, None, :, None]).abs() <= half)
         else:
-            centre = _centre(query, visible, j, parameters["W_p"], parameters["v_p"])  # [B, H, Lq, 1]
+            shown = visible if bias is None else visible & (bias != -torch.inf)
+            centre = _centre(query, shown, j, parameters["W_p"], parameters["v_p"])  # [B, H, Lq, 1]
             visible = visible & ((j - centre).abs() <= half)
     found = softmax_attention(
         scores,

@@ -24,6 +24,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.variant = variant
         self.state: State | None = None
         self.seen = 0
+        self.last_position: Tensor | None = None  # of each row, where its model says it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The variant makes the state itself, in its first call."""
@@ -79,6 +80,9 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.reorder(indices.to(self.device))
+        if self.last_position is not None:
+            rows = self.last_position.expand(max(self.last_position.shape[0], int(indices.max()) + 1))
+            self.last_position = rows[indices.to(rows.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
@@ -109,6 +113,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.state is not None:
             self.state = state
             self.seen += tokens_to_remove
+            self.last_position = None
 
 
 def vars_of(state: State) -> list[Any]:

@@ -1,6 +1,7 @@
 """The function that transformers calls in an attention layer, and what its arguments mean in attnlab's words. Needs torch.
 
 CONTRACT section 7 is the law: a tensor mask is complete, None is causal exactly in a causal module, and nothing is dropped.
+Restarting position_ids are sequences packed in one row, which see nothing of each other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
 from attnlab.integrations._transformers_arguments import Words, dropout_setting, words_of
 from attnlab.integrations._transformers_masks import asked_of
+from attnlab.integrations._transformers_packing import packed_sequences
 from attnlab.integrations._transformers_weights import weights_are_wanted
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
@@ -89,6 +91,11 @@ class ModelFunction:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
             said = _CAUSAL if is_causal and n_q > 1 else _NOTHING
+        packed = None
+        if kwargs and n_q > 0 and (positions := kwargs.get("position_ids")) is not None:
+            packed = packed_sequences(module, positions, attention_mask, "causal" in (said or ()), n_q, n_k)
+            if packed is not None:
+                attention_mask, said = packed.mask, None if packed.said is None else {"mask": packed.said}
         call, kept, since = None, None, 0
         plain = not (asked or refused or dropout or segments)
         if self.bare and said is not None and window is None and plain:

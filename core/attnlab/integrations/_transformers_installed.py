@@ -16,6 +16,7 @@ from attnlab.integrations._facts_of_calls import FactsOfCalls
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
 from attnlab.integrations._transformers_function import check_positions
 from attnlab.integrations._transformers_layers import cross_source, source_of
+from attnlab.integrations._transformers_packing import is_packed, refuse_steps_back
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
 from attnlab.modules import GateProjections
@@ -61,7 +62,10 @@ class InstalledAttention(nn.Module):
         source = source_of(args, kwargs) if self.gate_projections else None
         given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
         if cross_source(kwargs) is None:
-            return LayerCall(source, state_layer(given, number))
+            layer = state_layer(given, number)
+            if number == 0:
+                refuse_steps_back(layer, kwargs.get("position_ids"), kwargs.get("attention_mask"))
+            return LayerCall(source, layer)
         if self.capabilities.position_free or not self.attention.reads_query_positions:
             return LayerCall(source)
         queries: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -91,6 +95,11 @@ class InstalledAttention(nn.Module):
             raise UnsupportedRequest(
                 f"{self.name}: the model adds a bias for each pair, and a StateCache shows it the new tokens alone, so that "
                 "it makes none for the past; decode with transformers' own cache"
+            )
+        if is_packed(asked.get("mask")):
+            raise UnsupportedRequest(
+                f"{self.name}: position_ids restart within a row, so it packs sequences, and a StateCache holds one sequence a row; "
+                "give each a row of its own, or leave the cache out"
             )
         result: AttentionOutput = self.attention(
             query, key, value, **_of_new_tokens(asked), state=layer.state_for(self.attention, key)

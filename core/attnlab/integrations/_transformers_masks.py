@@ -61,8 +61,11 @@ def make_mask(
         allow_is_bidirectional_skip=False,
         **kwargs,
     )
-    pattern = None if mask is None else pattern_of(function)
-    if mask is None or pattern is None:
+    if mask is None:
+        return mask
+    pattern = pattern_of(function)
+    if pattern is None:
+        setattr(mask, _TAG, (None, _version(mask), None))
         return mask
     if (
         q_length != kv_length
@@ -93,6 +96,12 @@ def asked_of(mask: Tensor) -> Mapping[str, Any] | None:
     """What a layer that is handed `mask` asks of its variant by structure, as the arguments say it most plainly; None as `structure_of`."""
     tag = getattr(mask, _TAG, None)
     return tag[2] if tag is not None and tag[1] == _version(mask) else None
+
+
+def is_own(mask: Tensor) -> bool:
+    """Whether `mask` was made by `make_mask`, and is not the caller's own rule for each pair."""
+    tag = getattr(mask, _TAG, None)
+    return tag is not None and tag[1] == _version(mask)
 
 
 def _asked(structure: AttentionMask, square: bool) -> dict[str, Any]:

@@ -155,6 +155,7 @@ class GatedAttention(_Fading):
     formula = "gated"
     gates = MappingProxyType({"log_decay": _DECAY["channel"]})
     decays = ("channel", "head", "retention")
+    check_options = ({"decay": "head"}, {"decay": "retention"})
 
     def log_decay(self, gates: Mapping[str, Tensor], key: Tensor) -> Tensor | None:
         if self.options["decay"] != "retention":
@@ -179,3 +180,4 @@ class GatedDeltaAttention(_Fading):
     corrects = True
     qk_l2norm = True
     decays = ("head", "channel")
+    check_options = ({"decay": "channel"},)

@@ -82,6 +82,11 @@ class LinearisedAttention(FeatureMapAttention):
     formula = "linearised"
     refuses_more = False  # but for cosformer
     capabilities = replace(FeatureMapAttention.capabilities, compiles=True, exports=True)
+    check_options = (
+        {"feature_map": "dpfp", "nu": 2},
+        {"feature_map": "favor", "num_features": 6, "seed": 3},
+        {"feature_map": "cosformer", "max_length": 48},
+    )
 
     def __init__(
         self,
