@@ -244,11 +244,20 @@ def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> N
     for path, installed in made.items():
         module = model.get_submodule(path)
         like = next(module.parameters())
-        module.attnlab = installed.to(like.device, like.dtype).train(module.training)
+        module.attnlab = installed.to(_runs_on(module, like), like.dtype).train(module.training)
         module.register_forward_pre_hook(_note, with_kwargs=True)
     for path, module in attention_layers(model).items():
         if path not in made:
             module.__dict__[_LEFT] = True
+
+
+def _runs_on(module: nn.Module, like: Tensor) -> Any:
+    """The device on which a layer computes; weights that accelerate offloads are on meta between calls."""
+    if like.device.type != "meta":
+        return like.device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((device for device in devices if device is not None), like.device)
 
 
 def _held(model: PreTrainedModel) -> list[tuple[nn.Module, bool, list[dict[Any, Any]]]]:
