@@ -10,6 +10,7 @@ from torch import Tensor
 from attnlab._choice import choice
 from attnlab._gate import autocast_on
 from attnlab._quoting import quoted
+from attnlab._symbolic import hint_of
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput
 from attnlab.interface import Attention
@@ -58,7 +59,7 @@ def check_input(
     if not isinstance(x, Tensor) or x.dim() not in layouts or x.shape[-1] != width:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(
-            f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}"
+            f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}{hint_of(x)}"
         )
     if x.device != weight.device or (x.dtype != weight.dtype and not autocast_on(x.device)):
         raise InvalidInput(

@@ -30,7 +30,7 @@ def write_names(names: Container[str]) -> None:
             return save(self, *args, **kwargs)
         finally:
             for config, _ in named:
-                del config.attn_implementation
+                vars(config).pop("attn_implementation", None)  # one object may be two parts
 
     _put(save_pretrained)
 

@@ -23,6 +23,8 @@ Needs torch; imported only when asked for. Where it differs from torch's own, in
 - Train and eval mode, grad and no-grad take one path. Neither this module nor `nn.TransformerEncoderLayer` around it takes
   torch's fast path. Building an `nn.TransformerEncoder` of such a layer wants `enable_nested_tensor=False`, else torch warns.
 - Nested tensors (`batch_first=True`, without masks, layout `torch.strided`) are served in every mode; weights come padded.
+- `torch.jit.script` refuses it by name, and `torch.fx.symbolic_trace` needs a Tracer that takes it for a leaf; `torch.jit.trace`,
+  `torch.compile` and `torch.export` record it.
 - `out_proj` is called as a module, so that its hooks run.
 - A variant with parameters, buffers or gates of its own adds keys below `attention.` and `gates.` to the state dict.
 """
