@@ -117,7 +117,7 @@ def test_a_dropped_window_soft_cap_or_scale_is_found(own, monkeypatch):
         patch.setattr(function, "_INERT", function._INERT | {"softcap"})
         assert judge(own("gemma2"), "dot_product").status == WRONG
     with monkeypatch.context() as patch:
-        patch.setattr(function, "_put_scale", lambda *_: None)
+        patch.setattr(function, "_put_scale", lambda attention, asked, scaling, query: query)
         assert judge(own("t5"), "dot_product").status == WRONG
     broken(monkeypatch, function, "_put_mask", dropping("window"))
     assert judge(own("mistral"), "dot_product").status == WRONG
