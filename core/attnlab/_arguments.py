@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnlab._gate import autocast_on
 from attnlab._quoting import quoted
+from attnlab._symbolic import hint_of
 from attnlab.errors import InvalidInput
 from attnlab.mask import AttentionMask
 from attnlab.state import State
@@ -25,7 +26,9 @@ def explain_shapes(variant: Attention, query: Any, key: Any, value: Any) -> tupl
     tensors = (("query", query), ("key", key), ("value", value))
     for word, t in tensors:
         if not isinstance(t, Tensor):
-            raise InvalidInput(f"{name}: {word} must be a tensor [B, H, L, D], got {type(t).__name__}")
+            raise InvalidInput(
+                f"{name}: {word} must be a tensor [B, H, L, D], got {type(t).__name__}{hint_of(t)}"
+            )
         if t.is_nested:
             raise InvalidInput(
                 f"{name}: {word} must be a dense tensor [B, H, L, D], got a nested one; "

@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from attnlab._choice import choice
 from attnlab._gate import autocast_on
 from attnlab._quoting import quoted
+from attnlab._symbolic import hint_of
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput
 from attnlab.interface import Attention
@@ -63,7 +64,7 @@ def check_input(
     if not isinstance(x, Tensor) or x.dim() not in layouts or x.shape[-1] != width:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(
-            f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}"
+            f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}{hint_of(x)}"
         )
     check_meets(subject, word, x, weight)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from attnlab._absent import without_absent
+from attnlab._symbolic import refuse_scripts
 from attnlab._visibility_of_call import visibility_of_call
 from attnlab.call import AttentionOutput, Call, call_signature
 from attnlab.mask import AttentionMask
@@ -21,6 +22,9 @@ class PlainCalls(nn.Module):
 
     name: str
     _served: set[Any]  # signatures of such calls that were judged: same shapes, same answer
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_scripts(self.name)
 
     if TYPE_CHECKING:
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from attnlab._visibility_parts import moved_back, without_columns
 from attnlab.state import State
@@ -137,9 +138,9 @@ class Call:
 def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:
     """What decides how a call without further arguments is judged, and last whether its inputs are contiguous.
 
-    None where the inputs are no tensors, and where `torch.jit.trace` records, whose shapes are tensors.
+    None where the inputs are no tensors, as in `torch.fx.symbolic_trace`, and where `torch.jit.trace` records, whose shapes are tensors.
     """
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._get_tracing_state() is not None or type(query) is Proxy:
         return None
     try:
         on_cpu = query.is_cpu and key.is_cpu and value.is_cpu

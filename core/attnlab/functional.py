@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.fx import Proxy
 
 from attnlab._gate import run_while_tracing, shape_of
 from attnlab._remembered import Remembered, Shortcuts
+from attnlab._symbolic import call_node
 from attnlab.call import AttentionOutput, call_signature
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
@@ -30,6 +32,9 @@ def attend(
     `arguments` are those of `Attention.forward` (causal, window, key_mask, mask, bias, need_weights, state, ...). Dropout is
     applied whenever `dropout_p` is given. Raises `InvalidInput` for variants with parameters: they need `attnlab.create`.
     """
+    if type(query) is Proxy:  # type: ignore[comparison-overlap]
+        node: AttentionOutput = call_node(attend, (query, key, value, variant), arguments)
+        return node
     made = _known(query, key, value, variant) if not is_compiling() else None
     if made is None:
         sizes = _sizes(query, key, value, variant)
@@ -56,8 +61,12 @@ def attention(
             return out
         since = _shortcuts.generation
         out = attend(query, key, value, variant, **arguments).out
-        made = _instances.get(
-            (variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3])
+        made = (
+            None
+            if call is None
+            else _instances.get(
+                (variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3])
+            )
         )
         if made is not None:
             _shortcuts.learn(call, made, query, key, value, bool(arguments), since=since)

@@ -24,6 +24,8 @@ Needs torch; imported only when asked for. Where it differs from torch's own, in
   torch's fast path, which a hook on `gates` keeps away.
 - Nested tensors (`batch_first=True`, without masks, layout `torch.strided`) are served in every mode; weights come padded.
 - `out_proj` is called as a module, so that its hooks run, and a quantised, adapted or parametrised one computes what it computes.
+- `torch.jit.script` refuses it by name, and `torch.fx.symbolic_trace` needs a Tracer that takes it for a leaf; `torch.jit.trace`,
+  `torch.compile` and `torch.export` record it.
 - A variant with parameters, buffers or gates of its own adds keys below `attention.` and `gates.` to the state dict.
 """
 

@@ -38,6 +38,7 @@ from attnlab.integrations._transformers_function import ModelFunction
 from attnlab.integrations._transformers_install import install, load, uninstall
 from attnlab.integrations._transformers_layers import attention_layers, deaf_layers, put, take
 from attnlab.integrations._transformers_names import by_name, instances
+from attnlab.integrations._transformers_saving import write_names, write_no_names
 from attnlab.integrations._transformers_swap import Swap, using
 
 __all__ = [
@@ -82,6 +83,9 @@ def register(variants: Sequence[str] | None = None) -> dict[str, str]:
 
     Returns variant -> implementation name. With None, rows that cannot be named there or whose requirements
     are missing are left out; a name asked for raises instead. Registering twice changes nothing.
+
+    As long as names are registered, `save_pretrained` writes the name that a model runs into its `config.json`, and
+    `from_pretrained` gives it back, in a process where it is registered; in another transformers refuses the name.
     """
     wanted = names() if variants is None else list(variants)
     done: dict[str, str] = {}
@@ -98,6 +102,8 @@ def register(variants: Sequence[str] | None = None) -> dict[str, str]:
         put(implementation, ModelFunction(by_name(variant), bare=True))
         _registered[implementation] = variant
         done[variant] = implementation
+    if _registered:
+        write_names(_registered)
     return done
 
 
@@ -106,6 +112,7 @@ def unregister() -> None:
     for implementation in list(_registered):
         take(implementation)
     _registered.clear()
+    write_no_names()
     instances.clear()
 
 
@@ -120,3 +127,5 @@ def registered(variants: Sequence[str] | None = None) -> Iterator[dict[str, str]
         for implementation in set(done.values()) - before:
             take(implementation)
             del _registered[implementation]
+        if not _registered:
+            write_no_names()

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 import attnlab
+from attnlab.integrations import _transformers_arguments as words
 from attnlab.integrations import _transformers_function as function
 from attnlab.integrations import _transformers_install as installing
 from attnlab.integrations import _transformers_layers as layers
@@ -113,11 +114,10 @@ def test_an_unexpected_exception_is_a_wrong_cell(own, monkeypatch):
 
 def test_a_dropped_window_soft_cap_or_scale_is_found(own, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.delitem(function._CONSUMED, "softcap")
-        patch.setattr(function, "_INERT", function._INERT | {"softcap"})
+        patch.setattr(words, "WITHOUT_EFFECT", words.WITHOUT_EFFECT | {"softcap"})
         assert judge(own("gemma2"), "dot_product").status == WRONG
     with monkeypatch.context() as patch:
-        patch.setattr(function, "_put_scale", lambda *_: None)
+        patch.setattr(function, "_put_scale", lambda attention, asked, scaling, query: query)
         assert judge(own("t5"), "dot_product").status == WRONG
     broken(monkeypatch, function, "_put_mask", dropping("window"))
     assert judge(own("mistral"), "dot_product").status == WRONG
