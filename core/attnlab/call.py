@@ -28,12 +28,14 @@ class Call:
 
     visibility: who sees whom; None where every query sees every key.
     scale: the caller's, None where the formula's default holds.
-    recording: whether autograd records this call. The rest as in `Attention.forward`.
+    recording: whether autograd records this call. forgotten: the range of keys that `without_keys` took out, in whose columns weights
+    are 0. The rest as in `Attention.forward`.
     """
 
     __slots__ = (
         "bias",
         "dropout_p",
+        "forgotten",
         "gates",
         "need_lse",
         "need_weights",
@@ -60,6 +62,7 @@ class Call:
         need_lse: bool = False,
         state: State | None = None,
         recording: bool = False,
+        forgotten: tuple[int, int] = (0, 0),
     ) -> None:
         self.visibility, self.scale, self.bias, self.softcap = visibility, scale, bias, softcap
         self.score_mod, self.sinks, self.gates, self.dropout_p = score_mod, sinks, gates, dropout_p
@@ -69,6 +72,7 @@ class Call:
             state,
             recording,
         )
+        self.forgotten = forgotten
 
     def within(
         self, query: Tensor, key: Tensor, *, left: int | None, right: int | None, sink_tokens: int = 0
@@ -97,6 +101,7 @@ class Call:
             self.need_lse,
             self.state,
             self.recording,
+            self.forgotten,
         )
 
     def without_keys(self, start: int, stop: int) -> Call:
@@ -119,6 +124,7 @@ class Call:
             self.need_lse,
             None,
             self.recording,
+            (start, stop),
         )
 
 

@@ -58,6 +58,8 @@ class Attention(PlainCalls):
         qk_l2norm: whether it is meant for queries and keys of unit length, which `MultiHeadAttention` then gives it.
         shift_invariant: whether only differences of positions count, where it reads any, so that sequences packed in one row need not
             begin at 0 each.
+        zeroes_absent_rows: whether the `attend` of this very class gives weights that are 0 in the rows of absent queries, so that the gate
+            hands them on as they are, and the output's gradient reaches them.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
             nothing says False, and its calls are judged by their bits alone.
 
@@ -77,6 +79,7 @@ class Attention(PlainCalls):
     state_type: ClassVar[type[State]] = State
     qk_l2norm: ClassVar[bool] = False
     shift_invariant: bool = False
+    zeroes_absent_rows: ClassVar[bool] = False
     refuses_more: bool = True
     name: str = ""
 
@@ -118,6 +121,8 @@ class Attention(PlainCalls):
     def _prepare_gate(self) -> None:
         self._bits = self.capabilities.bits
         self._gated = bool(self.gates)
+        author = next(kind for kind in type(self).__mro__ if "attend" in kind.__dict__)
+        self._zeroes_rows = bool(author.__dict__.get("zeroes_absent_rows", False))
         self._conflict_bits = tuple(sum(getattr(BITS, n) for n in names) for names, _ in self.conflicts)
         self._judges = self.refuses_more and type(self).supports is not Attention.supports
         self._verdicts: dict[Any, bool] = {}
@@ -126,7 +131,7 @@ class Attention(PlainCalls):
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy carries: nothing that the gate can work out again."""
         kept: dict[str, Any] = self.__dict__.copy()
-        for name in ("_bits", "_gated", "_conflict_bits", "_judges", "_verdicts", "_served"):
+        for name in ("_bits", "_gated", "_zeroes_rows", "_conflict_bits", "_judges", "_verdicts", "_served"):
             kept.pop(name, None)
         return kept
 
@@ -394,7 +399,7 @@ class Attention(PlainCalls):
             if result.state is not None:
                 result.state.__dict__["_judged"] = signature
         if visibility is not None and visibility.query_present is not None:
-            return without_absent_queries(result, visibility.query_present)
+            return without_absent_queries(result, visibility.query_present, self._zeroes_rows)
         return result
 
 

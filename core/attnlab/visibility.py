@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from attnlab._lengths import holds
 from attnlab._mask_values import check_values
 from attnlab._visibility_parts import (
     broadcast_rows,
@@ -26,7 +27,6 @@ from attnlab._visibility_parts import (
     with_past,
     without_columns,
 )
-from attnlab._lengths import holds
 from attnlab.errors import InvalidInput
 from attnlab.mask import AttentionMask, MaskMod
 

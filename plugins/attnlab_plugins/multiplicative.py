@@ -54,6 +54,7 @@ class MultiplicativeAttention(ScoreAttention):
 
     name = "multiplicative"
     formula = "multiplicative"
+    zeroes_absent_rows = True
     capabilities = replace(
         ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
     )

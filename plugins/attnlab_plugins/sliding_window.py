@@ -41,6 +41,7 @@ class SlidingWindowAttention(ScoreAttention):
         notes={"cross_lengths": "its window would have two readings; dot_product takes window= with offset="},
     )
     state_type = WindowState
+    zeroes_absent_rows = True
     inner_product = True
     shift_invariant = True
 
@@ -62,11 +63,7 @@ class SlidingWindowAttention(ScoreAttention):
         key, value, state = self.extended(key, value, call)
         first = self.sink_tokens
         result = super().attend(query, key, value, inside.without_keys(first, first + state.evicted))
-        weights = result.weights
-        if weights is not None and state.evicted:
-            unseen = weights.new_zeros(*weights.shape[:3], state.evicted)
-            weights = torch.cat([weights[..., :first], unseen, weights[..., first:]], -1)
-        return AttentionOutput(result.out, weights, result.lse, state)
+        return result._replace(state=state)
 
     def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
         if type(self) is not SlidingWindowAttention:  # another may score, project or scale in its own way

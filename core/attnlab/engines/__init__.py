@@ -6,12 +6,12 @@ recurrence, token by token.  chunked_recurrence: fast weights, by sums, correcti
 lengths: decisions on lengths that no graph may depend on.  triton_launch: where Triton kernels serve and how they are launched; triton itself is imported by use.
 """
 
+from attnlab._lengths import holds
 from attnlab.engines.additive import additive_projection, additive_scores, additive_tile_cost
 from attnlab.engines.banded import Band, band_of, banded_attention
 from attnlab.engines.chunked_recurrence import chunked_recurrence
 from attnlab.engines.fused import MASK_ELEMENTS, fused_attention, fused_step
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
-from attnlab._lengths import holds
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
 from attnlab.engines.tiled import Scoring, tiled_attention

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnlab._lengths import chunk_count, first_of, holds, in_chunks
 from attnlab.engines import recurrence_in_graphs, recurrence_triton
 from attnlab.engines.decays import decays_of
-from attnlab._lengths import chunk_count, first_of, holds, in_chunks
 from attnlab.engines.triton_launch import are_plain, kernels_serve
 
 CHUNK = 32

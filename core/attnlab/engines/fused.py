@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnlab.call import AttentionOutput
 from attnlab._lengths import holds
+from attnlab.call import AttentionOutput
 from attnlab.engines.tiled import PLAIN_ELEMENTS
 from attnlab.state import CacheState, State
 

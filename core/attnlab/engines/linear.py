@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attnlab._lengths import chunk_count, first_of, holds, in_chunks
 from attnlab.engines.chunked_recurrence import chunked_recurrence, served_by_kernels
 from attnlab.engines.heads import fold_groups
-from attnlab._lengths import chunk_count, first_of, holds, in_chunks
 from attnlab.engines.recurrence_triton import WIDEST
 
 CHUNK = 64

@@ -69,6 +69,7 @@ class ScoreAttention(Attention):
     family: ClassVar[str] = "score"
     capabilities: Capabilities = SCORE_CAPABILITIES
     state_type: ClassVar[type[State]] = CacheState
+    zeroes_absent_rows = True
     inner_product: bool = False
     tile_cost: int = 1
     projected_width: int | None = None
@@ -202,9 +203,9 @@ class ScoreAttention(Attention):
             recording=call.recording or torch.is_grad_enabled(),
             need_weights=call.need_weights,
             need_lse=call.need_lse,
+            forgotten=call.forgotten,
         )
-        weights = None if result.weights is None else result.weights.to(value.dtype)
-        return AttentionOutput(result.out.to(value.dtype), weights, result.lse, state)
+        return AttentionOutput(result.out.to(value.dtype), result.weights, result.lse, state)
 
     def init_state(
         self,
