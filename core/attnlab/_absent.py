@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnlab._derived import pass_on
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import GateSpec
 from attnlab.engines.triton_launch import are_plain
@@ -70,5 +71,6 @@ def empty_output(
     if state is not None:
         following = variant.absorb(key, value, call) if key.shape[2] else state.renewed()
         state.spend(variant.name)
+        pass_on(variant, state, following)
         state = following
     return AttentionOutput(out, weights, lse, state)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnlab._absent import close_gates, empty_output, without_absent, without_absent_queries
 from attnlab._arguments import check_extras, check_flags, explain_shapes
+from attnlab._derived import pass_on
 from attnlab._gate import (
     BITS,
     DTYPE_BITS,
@@ -177,6 +178,27 @@ class Attention(PlainCalls):
     ) -> State:
         """An empty state for `batch` sequences; `capacity` tokens are allocated at once where that has a meaning."""
         raise UnsupportedRequest(f"{self.name}: it keeps no state, so there is nothing to decode with")
+
+    def kept_from(self) -> dict[str, Tensor]:
+        """The parameters and buffers, by name, that states and precomputed keys are computed from: once they change, these are refused.
+
+        None by default: a state that says nothing here may go on after an optimizer step, as truncated backpropagation does.
+        """
+        return {}
+
+    def state_parts(self) -> dict[str, Tensor]:
+        """What of `kept_from` states are computed from: all of it, but where a family keeps what it was handed."""
+        return self.kept_from()
+
+    def named_parts(self, *names: str) -> dict[str, Tensor]:
+        """Those of its parameters and buffers, and what parametrizations compute them from."""
+        both = {**self._parameters, **self._buffers}
+        parts = {name: x for name in names if (x := both.get(name)) is not None}
+        if "parametrizations" in self._modules:
+            inside = tuple(f"parametrizations.{name}." for name in names)
+            further = (*self.named_parameters(), *self.named_buffers())
+            parts |= {name: x for name, x in further if name.startswith(inside)}
+        return parts
 
     # -- what it gets -----------------------------------------------------------------------------------------
 
@@ -388,6 +410,8 @@ class Attention(PlainCalls):
         result = self.attend(query, key, value, call)
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
+            if result.state is not None:
+                pass_on(self, state, result.state)
         # A signature says nothing of gradients, so what serves it must be known to hold with them; steps take none.
         if (signature is not None and (visibility is None or visibility.query_present is None)) and (
             (state is not None and not self._judges)

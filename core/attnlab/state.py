@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from attnlab._derived import Origin
 from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput, UnsupportedRequest
 
@@ -25,12 +26,14 @@ class State:
 
     key_present: bool `[B, length]`, None where every token was present.
     key_segments: integers `[B, length]` of packed input, None otherwise.
+    origin: the parameters that its contents were computed from, None where they hold nothing of the kind.
     """
 
     length: int = 0
     key_present: Tensor | None = None
     key_segments: Tensor | None = None
     spent: bool = False
+    origin: Origin | None = None
     named_only: ClassVar[bool] = (
         False  # whether a variant must name this very class in `state_type` to be handed it
     )

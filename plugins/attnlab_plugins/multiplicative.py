@@ -181,6 +181,9 @@ class MultiplicativeAttention(ScoreAttention):
             return additive_projection(key, self.W_a[..., self.head_dim :])  # [B, H, Lk, A]
         return key
 
+    def kept_from(self) -> dict[str, Tensor]:
+        return self.named_parts("W_a") if self.score == "concat" else {}
+
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         query = query[..., :-1] if self.local == "p" else query
         if self.score == "location":
