@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnlab._derived import pass_on
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import GateSpec
 from attnlab.engines.triton_launch import are_plain
@@ -39,11 +40,13 @@ def close_gates(
     }
 
 
-def without_absent_queries(result: AttentionOutput, present: Tensor) -> AttentionOutput:
+def without_absent_queries(result: AttentionOutput, present: Tensor, zeroed: bool) -> AttentionOutput:
+    """zeroed: whether weights are 0 there already; a copy of them would be no part of the output's graph."""
     absent = ~present[:, None, :]  # [B, 1, Lq]
+    weights = result.weights
     return AttentionOutput(
         result.out.masked_fill(absent[..., None], 0),
-        None if result.weights is None else result.weights.masked_fill(absent[..., None], 0),
+        weights if weights is None or zeroed else weights.masked_fill(absent[..., None], 0),
         None if result.lse is None else result.lse.masked_fill(absent, -torch.inf),
         result.state,
     )
@@ -56,7 +59,10 @@ def empty_output(
     batch, heads, lq, _ = query.shape
     anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()  # 0, in the graph
     out = query.new_zeros(batch, heads, lq, variant.value_dim) + anchor
-    weights = out.new_zeros(batch, heads, lq, total) if call.need_weights else None
+    weights = None
+    if call.need_weights:  # in the graph of the output, as they are elsewhere
+        weights = query.new_zeros(batch, heads, lq, total) + anchor
+        out = out + weights.sum()
     lse = None
     if call.need_lse:
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -65,5 +71,6 @@ def empty_output(
     if state is not None:
         following = variant.absorb(key, value, call) if key.shape[2] else state.renewed()
         state.spend(variant.name)
+        pass_on(variant, state, following)
         state = following
     return AttentionOutput(out, weights, lse, state)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnlab._derived import origin_of
 from attnlab._gate import autocast_on
 from attnlab._quoting import quoted
 from attnlab._symbolic import hint_of
@@ -221,3 +222,5 @@ def _check_state(variant: Attention, state: Any, batch: int, new: int, key: Tens
             f"{name}: state must be a {variant.state_type.__name__} from its own init_state, got a {type(state).__name__}"
         )
     state.check(name, batch, *variant.state_sizes, new, key)
+    if state.origin is not None and (parts := origin_of(variant)) is not None:
+        state.origin.check(parts, name, "the state holds what was")

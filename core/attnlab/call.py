@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from attnlab._visibility_parts import moved_back, without_columns
 from attnlab.state import State
-from attnlab.visibility import Visibility
+from attnlab.visibility import Forgotten, Visibility
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -30,12 +30,14 @@ class Call:
 
     visibility: who sees whom; None where every query sees every key.
     scale: the caller's, None where the formula's default holds.
-    recording: whether autograd records this call. The rest as in `Attention.forward`.
+    recording: whether autograd records this call. forgotten: the range of keys that `without_keys` took out, in whose columns weights
+    are 0. The rest as in `Attention.forward`.
     """
 
     __slots__ = (
         "bias",
         "dropout_p",
+        "forgotten",
         "gates",
         "need_lse",
         "need_weights",
@@ -62,6 +64,7 @@ class Call:
         need_lse: bool = False,
         state: State | None = None,
         recording: bool = False,
+        forgotten: Forgotten | None = None,
     ) -> None:
         self.visibility, self.scale, self.bias, self.softcap = visibility, scale, bias, softcap
         self.score_mod, self.sinks, self.gates, self.dropout_p = score_mod, sinks, gates, dropout_p
@@ -71,6 +74,7 @@ class Call:
             state,
             recording,
         )
+        self.forgotten = forgotten
 
     def within(
         self, query: Tensor, key: Tensor, *, left: int | None, right: int | None, sink_tokens: int = 0
@@ -92,6 +96,7 @@ class Call:
             self.need_lse,
             self.state,
             self.recording,
+            self.forgotten,
         )
 
     def _settled(self, query: Tensor, key: Tensor) -> Visibility:
@@ -132,6 +137,7 @@ class Call:
             self.need_lse,
             None,
             self.recording,
+            Forgotten(start, stop, front) if start < stop else None,
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnlab._absent import close_gates, empty_output, without_absent, without_absent_queries
 from attnlab._arguments import check_extras, check_flags, check_offset, explain_shapes
+from attnlab._derived import pass_on
 from attnlab._gate import (
     BITS,
     DTYPE_BITS,
@@ -63,6 +64,8 @@ class Attention(PlainCalls):
         check_options: options off their defaults with which checks and tests make further instances, such as
             `({"left": 3}, {"left": 3, "sink_tokens": 2})`: one mapping for each instance, for sequences of 5 to 40 tokens. They belong to
             the row that bears the class's own name; its presets are instances of their own.
+        zeroes_absent_rows: whether the `attend` of this very class gives weights that are 0 in the rows of absent queries, so that the gate
+            hands them on as they are, and the output's gradient reaches them.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
             nothing says False, and its calls are judged by their bits alone.
 
@@ -84,6 +87,7 @@ class Attention(PlainCalls):
     shift_invariant: bool = False
     reads_query_positions: bool = True
     check_options: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    zeroes_absent_rows: ClassVar[bool] = False
     refuses_more: bool = True
     name: str = ""
 
@@ -132,6 +136,8 @@ class Attention(PlainCalls):
     def _prepare_gate(self) -> None:
         self._bits = self.capabilities.bits
         self._gated = bool(self.gates)
+        author = next(kind for kind in type(self).__mro__ if "attend" in kind.__dict__)
+        self._zeroes_rows = bool(author.__dict__.get("zeroes_absent_rows", False))
         self._conflict_bits = tuple(sum(getattr(BITS, n) for n in names) for names, _ in self.conflicts)
         self._judges = self.refuses_more and type(self).supports is not Attention.supports
         self._verdicts: dict[Any, bool] = {}
@@ -140,7 +146,7 @@ class Attention(PlainCalls):
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy carries: nothing that the gate can work out again."""
         kept: dict[str, Any] = self.__dict__.copy()
-        for name in ("_bits", "_gated", "_conflict_bits", "_judges", "_verdicts", "_served"):
+        for name in ("_bits", "_gated", "_zeroes_rows", "_conflict_bits", "_judges", "_verdicts", "_served"):
             kept.pop(name, None)
         return kept
 
@@ -191,6 +197,27 @@ class Attention(PlainCalls):
     ) -> State:
         """An empty state for `batch` sequences; `capacity` tokens are allocated at once where that has a meaning."""
         raise UnsupportedRequest(f"{self.name}: it keeps no state, so there is nothing to decode with")
+
+    def kept_from(self) -> dict[str, Tensor]:
+        """The parameters and buffers, by name, that states and precomputed keys are computed from: once they change, these are refused.
+
+        None by default: a state that says nothing here may go on after an optimizer step, as truncated backpropagation does.
+        """
+        return {}
+
+    def state_parts(self) -> dict[str, Tensor]:
+        """What of `kept_from` states are computed from: all of it, but where a family keeps what it was handed."""
+        return self.kept_from()
+
+    def named_parts(self, *names: str) -> dict[str, Tensor]:
+        """Those of its parameters and buffers, and what parametrizations compute them from."""
+        both = {**self._parameters, **self._buffers}
+        parts = {name: x for name in names if (x := both.get(name)) is not None}
+        if "parametrizations" in self._modules:
+            inside = tuple(f"parametrizations.{name}." for name in names)
+            further = (*self.named_parameters(), *self.named_buffers())
+            parts |= {name: x for name, x in further if name.startswith(inside)}
+        return parts
 
     # -- what it gets -----------------------------------------------------------------------------------------
 
@@ -404,6 +431,8 @@ class Attention(PlainCalls):
         result = self.attend(query, key, value, call)
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
+            if result.state is not None:
+                pass_on(self, state, result.state)
         # A signature says nothing of gradients, so what serves it must be known to hold with them; steps take none.
         if (signature is not None and (visibility is None or visibility.query_present is None)) and (
             (state is not None and not self._judges)
@@ -415,7 +444,7 @@ class Attention(PlainCalls):
             if result.state is not None:
                 result.state.__dict__["_judged"] = signature
         if visibility is not None and visibility.query_present is not None:
-            return without_absent_queries(result, visibility.query_present)
+            return without_absent_queries(result, visibility.query_present, self._zeroes_rows)
         return result
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from attnlab._derived import Origin
 from attnlab._quoting import quoted
 from attnlab.errors import InvalidInput, UnsupportedRequest
 
@@ -27,6 +28,7 @@ class State:
     key_segments: integers `[B, length]` of packed input, None otherwise.
     leading: int64 `[B]`, how many absent tokens each row begins with, for a variant that reads where a sequence begins and keeps
         no key_present; None where no row begins with one, or nobody asks.
+    origin: the parameters that its contents were computed from, None where they hold nothing of the kind.
     """
 
     length: int = 0
@@ -34,6 +36,7 @@ class State:
     key_segments: Tensor | None = None
     leading: Tensor | None = None
     spent: bool = False
+    origin: Origin | None = None
     named_only: ClassVar[bool] = (
         False  # whether a variant must name this very class in `state_type` to be handed it
     )

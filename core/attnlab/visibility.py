@@ -9,7 +9,7 @@ Nothing here reads the value of a tensor: positions and comparisons stay on the 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from attnlab._visibility_parts import (
     check_shape,
     checked_allowed,
     checked_mod,
+    columns_at,
     count_of,
     joined,
     moved_back,
@@ -38,6 +39,36 @@ from attnlab.errors import InvalidInput
 from attnlab.mask import AttentionMask, MaskMod
 
 _FAR = 1 << 62
+
+
+class Forgotten(NamedTuple):
+    """The keys from `start` to `stop` that a state no longer holds.
+
+    front `[B, start]`: which keys the first `start` columns hold, where these are not the first `start` keys; a column that
+    would hold a key from `stop` on holds none.
+    """
+
+    start: int
+    stop: int
+    front: Tensor | None = None
+
+    def placed(self, weights: Tensor) -> Tensor:
+        """Weights `[B, H, Lq, held]` over the keys that are held as weights `[B, H, Lq, Lk]` over all of them; those of forgotten keys are 0."""
+        first, rest = weights[..., : self.start], weights[..., self.start :]
+        gone = weights.new_zeros(*weights.shape[:3], self.stop - self.start)
+        if self.front is None:
+            return torch.cat([first, gone, rest], -1)
+        others = torch.cat([torch.zeros_like(first), gone, rest], -1)
+        index = self.front.clamp(max=others.shape[3] - 1)[:, None, None].expand_as(first)
+        return others.scatter_add(3, index, first)
+
+    def taken(self, weights: Tensor) -> Tensor:
+        """The inverse of `placed`."""
+        rest = weights[..., self.stop :]
+        if self.front is None:
+            return torch.cat([weights[..., : self.start], rest], -1)
+        first = columns_at(weights, self.front) * (self.front < self.stop)[:, None, None]
+        return torch.cat([first, rest], -1)
 
 
 class Visibility:

@@ -92,6 +92,9 @@ class AdditiveAttention(ScoreAttention):
     def project_key(self, key: Tensor) -> Tensor:
         return additive_projection(key, self.W_k)  # [B, H, Lk, A]
 
+    def kept_from(self) -> dict[str, Tensor]:
+        return self.named_parts("W_k")
+
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         vector = self.v
         if self.g is not None:

@@ -54,6 +54,7 @@ class MultiplicativeAttention(ScoreAttention):
 
     name = "multiplicative"
     formula = "multiplicative"
+    zeroes_absent_rows = True
     capabilities = replace(
         ScoreAttention.capabilities, query_dim=True, compiles=True, exports=True, double_backward=True
     )
@@ -189,6 +190,9 @@ class MultiplicativeAttention(ScoreAttention):
         if self.score == "concat":
             return additive_projection(key, self.W_a[..., self.head_dim :])  # [B, H, Lk, A]
         return key
+
+    def kept_from(self) -> dict[str, Tensor]:
+        return self.named_parts("W_a") if self.score == "concat" else {}
 
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         query = query[..., :-1] if self.local == "p" else query

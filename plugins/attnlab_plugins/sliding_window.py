@@ -42,6 +42,7 @@ class SlidingWindowAttention(ScoreAttention):
         notes={"cross_lengths": "its window would have two readings; dot_product takes window= with offset="},
     )
     state_type = WindowState
+    zeroes_absent_rows = True
     inner_product = True
     check_options = (
         {"left": 3},
@@ -70,16 +71,7 @@ class SlidingWindowAttention(ScoreAttention):
         first, leading = self.sink_tokens, self._leading(call)
         front = None if leading is None else state.sinks_of(leading)
         result = super().attend(query, key, value, inside.without_keys(first, first + state.evicted, front))
-        weights = result.weights
-        if weights is not None and state.evicted:
-            unseen = weights.new_zeros(*weights.shape[:3], state.evicted)
-            if front is None:
-                weights = torch.cat([weights[..., :first], unseen, weights[..., first:]], -1)
-            else:
-                others = torch.cat([torch.zeros_like(weights[..., :first]), unseen, weights[..., first:]], -1)
-                index = front.clamp(max=others.shape[3] - 1)[:, None, None].expand_as(weights[..., :first])
-                weights = others.scatter_add(3, index, weights[..., :first])
-        return AttentionOutput(result.out, weights, result.lse, state)
+        return result._replace(state=state)
 
     def _leading(self, call: Call) -> Tensor | None:
         """With how many absent tokens each row begins, where that moves its sink tokens."""

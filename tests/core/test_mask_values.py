@@ -119,7 +119,7 @@ def test_inference_tensors_are_judged() -> None:
             attnlab.attend(_x(), _x(), _x(), key_lengths=lengths)
 
 
-@pytest.mark.parametrize("part", (0, 1))
+@pytest.mark.parametrize("part", [0, 1])
 def test_segment_ids_below_absent_are_refused(part: int) -> None:
     ids = [torch.zeros(2, L, dtype=torch.int64) for _ in range(2)]
     ids[part][1, 3] = -2
@@ -127,7 +127,7 @@ def test_segment_ids_below_absent_are_refused(part: int) -> None:
         attnlab.attend(_x(), _x(), _x(), segments=(ids[0], ids[1]))
 
 
-@pytest.mark.parametrize("offset", (-(2**70), torch.tensor([2**63 - 1, 0])))
+@pytest.mark.parametrize("offset", [-(2**70), torch.tensor([2**63 - 1, 0])])
 def test_offsets_that_overflow_are_refused(offset: int | Tensor) -> None:
     with pytest.raises(InvalidInput, match=r"offset must lie in -2\^62 to 2\^62"):
         attnlab.attend(_x(), _x(), _x(), causal=True, offset=offset)

@@ -21,7 +21,7 @@ from attnlab.engines.isolating import all_finite, cleaned, cleaned_rows, nonfini
 from attnlab.engines.recomputing import recomputed
 from attnlab.engines.softmax_values import softmax_values
 from attnlab.errors import InvalidInput
-from attnlab.visibility import Visibility
+from attnlab.visibility import Forgotten, Visibility
 
 if TYPE_CHECKING:
     from attnlab.call import ScoreMod
@@ -61,8 +61,18 @@ class Scoring(NamedTuple):
     isolated: bool = False
 
 
+class Returned(NamedTuple):
+    """How weights are returned: in which dtype, and with columns of 0 for keys that a state has forgotten."""
+
+    dtype: torch.dtype
+    forgotten: Forgotten | None = None
+
+
 class Result(NamedTuple):
-    """`out [B, Hq, Lq, Dv]`, `weights [B, Hq, Lq, Lk]` or None, `lse [B, Hq, Lq]` in float32 or better, or None."""
+    """`out [B, Hq, Lq, Dv]`, `weights [B, Hq, Lq, Lk]` or None, `lse [B, Hq, Lq]` in float32 or better, or None.
+
+    The output is computed from these very weights, so that its gradient reaches them.
+    """
 
     out: Tensor
     weights: Tensor | None
@@ -95,17 +105,21 @@ def tiled_attention(
     recording: bool,
     need_weights: bool = False,
     need_lse: bool = True,
+    forgotten: Forgotten | None = None,
 ) -> Result:
     """Softmax attention of `scoring` over `query [B, Hq, Lq, *]`, `key [B, H, Lk, *]`, `value [B, Hkv, Lk, Dv]`.
 
     A query that sees nothing gives out 0, weights 0, lse -inf and zero gradient. Weights are before dropout; asking for them
-    takes the one-tile path, whose memory is theirs. lse is None without need_lse. The results are in `accumulation_dtype`; the caller casts.
+    takes the one-tile path, whose memory is theirs, and gives them in the values' dtype, 0 in the rows of absent queries, with columns of 0
+    for the `forgotten` keys that the call was not handed. lse is None without need_lse. The other results are in
+    `accumulation_dtype`; the caller casts.
     """
     batch, heads, lq, _ = query.shape
     lk = key.shape[2]
     if visibility is None:
         visibility = Visibility(batch, heads, lq, lk, query.device)
     job = _Job(query, key, value, scoring, visibility, need_lse)
+    job.returned = Returned(value.dtype, forgotten)
     if (
         need_weights or torch.compiler.is_compiling()
     ):  # a graph with tiles would serve the lengths of these tiles alone
@@ -134,6 +148,7 @@ class _Job:
         need_lse: bool,
     ) -> None:
         self.need_lse = need_lse
+        self.returned: Returned | None = None  # where weights are wanted
         self.query, self.key, self.value, self.how, self.seen = query, key, value, scoring, visibility
         self.heads = query.shape[1]
         self.dtype = accumulation_dtype(value.dtype)
@@ -174,20 +189,21 @@ class _Job:
 
     def plain(self, need_weights: bool) -> Result:
         """The formula as written, over the whole matrix at once."""
-        out, used, lse = self._block(0, self.query.shape[2], 0, self.key.shape[2])
-        return Result(out, used if need_weights else None, lse if self.need_lse else None)
+        self.returned = self.returned if need_weights else None
+        out, weights, lse = self._block(0, self.query.shape[2], 0, self.key.shape[2])
+        return Result(out, weights if need_weights else None, lse if self.need_lse else None)
 
     def _block(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(out, weights, lse)` of rows whose visible keys all lie in `[k0, k1)`."""
         s = self.scores(q0, q1, k0, k1)
         how = self.how
         if self._sees_all(q0, q1, k0, k1):  # no row is empty: torch's function makes fewer copies
-            if how.reweight is None and not how.dropout_p and not self.need_lse:
+            if how.reweight is None and not how.dropout_p and not self.need_lse and self.returned is None:
                 return *softmax_values(s, self._values(k0, k1)), None
             w = torch.softmax(s, -1)
-            used = self._reweighted(w, q0, q1, k0, k1)
+            weights, used = self._in_graph(self._reweighted(w, q0, q1, k0, k1))
             lse = torch.logsumexp(s, -1) if self.need_lse else None
-            return self._mixed(self._dropped(used), s, k0, k1), used, lse
+            return self._mixed(self._dropped(used), s, k0, k1), weights, lse
         peak = s.detach().amax(-1, keepdim=True)  # [B, H, Lq, 1]
         alive = peak != -torch.inf  # a NaN lives on: it was seen
         m = self._with_sinks(peak)
@@ -197,9 +213,9 @@ class _Job:
         if how.sinks is not None:
             w = torch.where(alive, w, torch.zeros_like(w))
         lse = torch.where(alive, m + torch.log(torch.where(alive, z, torch.ones_like(z))), -torch.inf)
-        used = self._reweighted(w, q0, q1, k0, k1)
+        weights, used = self._in_graph(self._reweighted(w, q0, q1, k0, k1))
         out = self._mixed(self._dropped(used), s, k0, k1)
-        return out, used, lse[..., 0]
+        return out, weights, lse[..., 0]
 
     def _sees_all(self, q0: int, q1: int, k0: int, k1: int) -> bool:
         """Whether every pair is known to be visible without looking."""
@@ -300,6 +316,30 @@ class _Job:
             key_positions=self.seen.unpadded_key_positions[..., k0:k1],
         )
         return p if factor is None else p * factor.to(p.dtype)
+
+    def _in_graph(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights as the caller gets them, and the same in the accumulation dtype for the product with values, made from those.
+
+        So a gradient of the output reaches what the caller holds.
+        """
+        if self.returned is None:
+            return w, w
+        absent = self.seen.query_present
+        weights = w if absent is None else w.masked_fill(~absent[:, None, :, None], 0)
+        precise, forgotten = weights, self.returned.forgotten
+        if forgotten is not None:
+            weights = forgotten.placed(weights)
+        weights = weights.to(self.returned.dtype)
+        if not torch.is_grad_enabled():
+            return weights, precise
+        used = weights.to(w.dtype)
+        if forgotten is not None:
+            used = forgotten.taken(used)
+        if (
+            used.dtype != weights.dtype
+        ):  # the value that was not rounded, with the gradient of the rounded one
+            used = used + (precise - used).detach()
+        return weights, used
 
     def _dropped(self, p: Tensor) -> Tensor:
         return torch.nn.functional.dropout(p, self.how.dropout_p) if self.how.dropout_p else p

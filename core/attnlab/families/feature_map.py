@@ -74,6 +74,10 @@ class FeatureMapAttention(Attention):
             self.feature_map(nothing, role="key", positions=torch.arange(0, device=nothing.device)).shape[-1]
         )
 
+    def kept_from(self) -> dict[str, Tensor]:
+        """All its parameters, which a map of keys may have; override it where it takes fewer, or buffers."""
+        return dict(self.named_parameters())
+
     def default_scale(self) -> float | None:
         return None if self.normalise else super().default_scale()
 

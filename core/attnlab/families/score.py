@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
+from attnlab._derived import Origin, readable
 from attnlab._gate import stated
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
@@ -69,6 +70,7 @@ class ScoreAttention(Attention):
     family: ClassVar[str] = "score"
     capabilities: Capabilities = SCORE_CAPABILITIES
     state_type: ClassVar[type[State]] = CacheState
+    zeroes_absent_rows = True
     inner_product: bool = False
     tile_cost: int = 1
     projected_width: int | None = None
@@ -170,8 +172,7 @@ class ScoreAttention(Attention):
         if gone:
             key, value, call = key[:, :, gone:], value[:, :, gone:], call.without_keys(0, gone)
         result = self._over(query, key, value, call, projected=state is not None)
-        weights = result.weights if not gone or result.weights is None else pad(result.weights, (gone, 0))
-        return AttentionOutput(result.out, weights, result.lse, state)
+        return result._replace(state=state)
 
     def _out_of_sight(self, call: Call) -> int:
         """How many of the first keys lie before every query's window, from numbers alone: a decoded token reads only the last keys of a cache."""
@@ -224,9 +225,9 @@ class ScoreAttention(Attention):
             recording=call.recording or torch.is_grad_enabled(),
             need_weights=call.need_weights,
             need_lse=call.need_lse,
+            forgotten=call.forgotten,
         )
-        weights = None if result.weights is None else result.weights.to(value.dtype)
-        return AttentionOutput(result.out.to(value.dtype), weights, result.lse)
+        return AttentionOutput(result.out.to(value.dtype), result.weights, result.lse)
 
     def init_state(
         self,
@@ -241,6 +242,13 @@ class ScoreAttention(Attention):
         return kind.empty(
             batch, heads, width, value_dim, capacity, device, dtype, value_heads=self.num_kv_heads
         )
+
+    def kept_from(self) -> dict[str, Tensor]:
+        """All its parameters, where keys are projected; override it where keys take fewer."""
+        return dict(self.named_parameters()) if self._projects else {}
+
+    def state_parts(self) -> dict[str, Tensor]:
+        return {} if self.projected_width is None else self.kept_from()
 
     @property
     def state_sizes(self) -> tuple[int, int, int]:
@@ -345,17 +353,27 @@ class PrecomputedKeys:
     """Keys that a variant has worked on once: `keys(query, value, **arguments)`, any number of times. `ScoreAttention.precompute` makes it."""
 
     def __init__(self, variant: ScoreAttention, key: Tensor) -> None:
-        self.key = variant._projected(key).to(key.dtype) if variant._projects else key
-        self._value_heads = variant.num_kv_heads
+        expanded = expand_heads(key, variant.num_heads) if variant._projects else key
+        made = variant.project_key(expanded) if variant._projects else key
+        self.key = made.to(key.dtype)
+        parts = None if made is expanded else readable(variant.kept_from())
+        self._origin = None if parts is None else Origin(parts)
+        self._source, self._value_heads = variant, variant.num_kv_heads
         # The same parameters behind a gate that expects such keys.
-        self._variant = copy(variant)
+        self._variant = object.__new__(type(variant))  # not copy.copy, which parametrized modules refuse
+        self._variant.__dict__.update(variant.__dict__)
         self._variant.num_kv_heads, self._variant.key_dim = self.key.shape[1], self.key.shape[3]
         self._variant._projects = False
         self._variant.projected_width = None
         self._variant.narrow(state="precomputed keys stay as they are; a state is for keys that arrive")
 
     def __call__(self, query: Tensor, value: Tensor, **arguments: Any) -> AttentionOutput:
-        """`Attention.forward` of these keys: `query [B, Hq, Lq, Dq]`, `value [B, Hkv, Lk, Dv]`."""
+        """`Attention.forward` of these keys: `query [B, Hq, Lq, Dq]`, `value [B, Hkv, Lk, Dv]`.
+
+        `InvalidInput` where the parameters that they were computed from have changed.
+        """
+        if self._origin is not None and (parts := readable(self._source.kept_from())) is not None:
+            self._origin.check(parts, self._variant.name, "precomputed keys were")
         if isinstance(value, Tensor) and value.dim() == 4:
             if value.shape[1] != self._value_heads:
                 raise InvalidInput(

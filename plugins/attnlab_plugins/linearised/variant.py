@@ -65,7 +65,7 @@ class LinearisedAttention(FeatureMapAttention):
       vectors, orthogonal in blocks of D; they come from `seed` (default 0). The kernel is the softmax's in the mean over
       seeds. `redraw_interval=n` draws anew after every n calls in training of which autograd keeps a record (none is counted
       that goes on from a state, or that `torch.utils.checkpoint` repeats), `redraw()` by hand: the next of the draws that the
-      seed determines. A state made before sums other features. The buffer `drawn` holds the draw's number and the calls
+      seed determines. A state made before sums other features, and is refused. The buffer `drawn` holds the draw's number and the calls
       since. Keys with `|k|^2 / (2 sqrt(D))` above 80 to 105, by D, underflow in float32.
     - `"hedgehog"`: `[softmax(W x + b), softmax(-(W x + b))]`, P = 2 D; Zhang et al. 2024, "The Hedgehog & the Porcupine", section
       4.2. Learned for each head: `W_q [Hq, D, D]`, `b_q [Hq, D]` for queries, `W_k [Hkv, D, D]`, `b_k [Hkv, D]` for keys,
@@ -164,7 +164,7 @@ class LinearisedAttention(FeatureMapAttention):
     # -- random features -----------------------------------------------------------------------------------------
 
     def redraw(self) -> None:
-        """Draw the rows of `w` anew: the next draw of the seed. States made before hold sums of other features."""
+        """Draw the rows of `w` anew: the next draw of the seed. States made before hold sums of other features, and are refused."""
         if self.kind != "favor":
             raise InvalidInput(f"{self.name}: feature_map {self.kind!r} draws nothing; favor does")
         self._draw(int(self.drawn[0]) + 1)
@@ -233,6 +233,11 @@ class LinearisedAttention(FeatureMapAttention):
             own = (self.W_q, self.b_q) if role == "query" else (self.W_k, self.b_k)
             return hedgehog(x, *own)
         return cosformer(x, positions, self.options["max_length"])
+
+    def kept_from(self) -> dict[str, Tensor]:
+        if self.kind == "favor":
+            return self.named_parts("w")
+        return self.named_parts("W_k", "b_k") if self.kind == "hedgehog" else {}
 
     def num_features(self) -> int:
         width = self.key_dim
