@@ -218,7 +218,11 @@ def _item_fault(hook: str, item: Any, plugin: str, taken: dict[str, str]) -> str
     if hook == "attnlab_commands":
         if not isinstance(item, Command):
             return f"{hook} must return Command objects, got {type(item).__name__}"
-        if not isinstance(item.name, str) or not _COMMAND.fullmatch(item.name) or not isinstance(item.help, str):
+        if (
+            not isinstance(item.name, str)
+            or not _COMMAND.fullmatch(item.name)
+            or not isinstance(item.help, str)
+        ):
             return f"{hook}: a command's name is a word of letters, digits, - and _, and its help is text; got {quoted(item)}"
     name = getattr(item, "name", None)
     if isinstance(name, str):

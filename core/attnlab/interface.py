@@ -48,6 +48,7 @@ class Attention(PlainCalls):
 
     Class attributes of a variant:
         capabilities: what it can be asked for; an instance may only narrow it, with `self.narrow(...)`.
+        to_write: the members of a family of which a variant writes one at least.
         formula, family: what it computes and how it is built.
         definition: a free float64 function that says what is right (`attnlab.formulas`), where the formula is its own.
         golden: cases from the paper, for a formula of its own.
@@ -67,6 +68,7 @@ class Attention(PlainCalls):
     """
 
     family: ClassVar[str] = "plain"
+    to_write: ClassVar[tuple[str, ...]] = ("attend",)
     formula: ClassVar[str] = ""
     capabilities: Capabilities = Capabilities()
     definition: ClassVar[Callable[..., Any] | None] = None

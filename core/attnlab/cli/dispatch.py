@@ -127,7 +127,9 @@ def _arguments_of_a_plugin(
         raise
     except argparse.ArgumentError as error:
         hint = "; --registry, -h and --help are attnlab's own" if "conflicting" in str(error) else ""
-        raise PluginError(f"{name}: the command's arguments cannot be used: {words_of(error)}{hint}") from error
+        raise PluginError(
+            f"{name}: the command's arguments cannot be used: {words_of(error)}{hint}"
+        ) from error
     except BaseException as error:
         raise PluginError(
             f"{name}: the command's arguments cannot be used: {type(error).__name__}: {words_of(error)}"

@@ -52,7 +52,11 @@ def as_json(value: Any) -> str:
 
     text = json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(), default=str)
     # What a terminal would act on is escaped as JSON has it, so that programs read the text as it was.
-    return "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text) if printable(text) != text else text
+    return (
+        "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text)
+        if printable(text) != text
+        else text
+    )
 
 
 def as_csv(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

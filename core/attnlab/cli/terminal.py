@@ -18,7 +18,9 @@ from attnlab._quoting import printable, short
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 PATIENCE = 2.0  # seconds before a progress line appears
 LONGEST_LINE = 8000  # characters of one line on stderr
-_PARTS = re.compile("(\x0e[0-9]{1,2}\x0f)")  # what `paint` puts around a text: a colour's number between shift-out and -in
+_PARTS = re.compile(
+    "(\x0e[0-9]{1,2}\x0f)"
+)  # what `paint` puts around a text: a colour's number between shift-out and -in
 _PAINT = re.compile("\x0e([0-9]{1,2})\x0f")
 
 
@@ -47,7 +49,7 @@ class Escaping:
 def escaping() -> Iterator[None]:
     """While the body runs, `sys.stdout` and `sys.stderr` are `Escaping`."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (s if isinstance(s, Escaping) else Escaping(s) for s in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (s if isinstance(s, Escaping) else Escaping(s) for s in before)
     try:
         yield
     finally:

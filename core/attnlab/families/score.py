@@ -67,6 +67,7 @@ class ScoreAttention(Attention):
     """
 
     family: ClassVar[str] = "score"
+    to_write: ClassVar[tuple[str, ...]] = ("scores", "inner_product", "attend", "__init__")
     capabilities: Capabilities = SCORE_CAPABILITIES
     state_type: ClassVar[type[State]] = CacheState
     inner_product: bool = False
