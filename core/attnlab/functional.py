@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnlab._gate import run_while_tracing
+from attnlab._quoting import quoted
 from attnlab._remembered import Remembered, Shortcuts
 from attnlab.call import AttentionOutput, call_signature
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
+from attnlab.registry.making import parameters_of
 
 _shortcuts = Shortcuts()
 # (variant, Hq, Hkv, Dq, Dk, Dv) -> instance. They hold no parameters, so sharing one is safe.
@@ -36,7 +38,7 @@ def attend(
         made = _of_graph(variant, *sizes) if is_compiling() else _new(variant, *sizes)
     if not arguments.keys() <= ARGUMENTS:
         unknown = next(name for name in arguments if name not in ARGUMENTS)
-        raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}")
+        raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {_hint(made, variant, arguments, unknown)}")
     return made.forward(query, key, value, **arguments)
 
 
@@ -67,6 +69,19 @@ def attention(
                 f"attention: returns the output alone, so {word} has no use; call attnlab.attend"
             )
     return attend(query, key, value, variant, **arguments).out
+
+
+def _hint(made: Attention, variant: str, arguments: dict[str, Any], unknown: str) -> str:
+    """What to do about an unknown argument: `create` where it is an option of the variant, else the nearest names."""
+    own = {*made.options, *parameters_of(type(made))}
+    if unknown not in own:
+        return nearest(unknown, ARGUMENTS)
+    options = "".join(f", {name}={quoted(value)}" for name, value in arguments.items() if name in own)
+    sizes = f"num_heads={made.num_heads}, head_dim={made.head_dim}"
+    return (
+        f"{unknown} is an option of {variant}, which a module takes: "
+        f"attnlab.create({variant!r}, {sizes}{options})(query, key, value)"
+    )
 
 
 def _known(query: Any, key: Any, value: Any, variant: Any) -> Attention | None:

@@ -36,7 +36,7 @@ from attnlab._quoting import quoted
 from attnlab._visibility_of_call import visibility_of_call
 from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
 from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
-from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest
+from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult
 from attnlab.mask import AttentionMask, MaskMod, Offset
 from attnlab.request import Request
 from attnlab.state import State
@@ -224,7 +224,7 @@ class Attention(PlainCalls):
         need_lse: bool = False,
         state: State | None = None,
     ) -> AttentionOutput:
-        """Attend from query to key and value; see CONTRACT section 1 for every argument.
+        """Attend from query to key and value; docs/contract.md says what every argument means (`attnlab contract` prints it).
 
         Returns `AttentionOutput`. Raises `UnsupportedRequest` for what the variant does not declare and `InvalidInput` for
         wrong shapes, dtypes, devices or combinations, both before any tensor work.
@@ -383,6 +383,8 @@ class Attention(PlainCalls):
         if not (batch and lq and total):
             return empty_output(self, query, key, value, call, total)
         result = self.attend(query, key, value, call)
+        if not isinstance(result, AttentionOutput):
+            raise wrong_result(self, result)
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
         # A signature says nothing of gradients, so what serves it must be known to hold with them; steps take none.
@@ -404,6 +406,13 @@ ARGUMENTS = frozenset(
     n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY
 )
 """The keyword arguments of `Attention.forward`."""
+
+
+def wrong_result(variant: Attention, result: object) -> WrongResult:
+    """The error for an `attend` that returned something else than an `AttentionOutput`."""
+    what = f"{type(variant).__name__}.attend must return an AttentionOutput, got a {type(result).__name__}"
+    hint = "write `return attnlab.AttentionOutput(out)`, with weights, lse and state after it where they are asked for"
+    return WrongResult(f"{variant.name}: {what}; {hint}")
 
 
 def _any_trained(bias: Any, sinks: Any, gates: Any) -> bool:

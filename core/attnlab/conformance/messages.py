@@ -82,7 +82,7 @@ def demand_close(
         variant,
         case,
         f"{what} has shape {list(got.shape)}, expected {list(exact.shape)}",
-        "See CONTRACT section 1 for shapes",
+        "docs/contract.md says each shape; `attnlab contract` prints it",
     )
     if not exact.numel():
         return

@@ -41,7 +41,7 @@ def check_shapes_and_dtypes(variant: Any, case: Case) -> None:
                 variant,
                 case,
                 f"{what} has shape {list(got.shape)}, expected {list(shape)}",
-                "See CONTRACT section 1",
+                "docs/contract.md says each shape; `attnlab contract` prints it",
             )
             demand(
                 got.device == inputs.query.device,
