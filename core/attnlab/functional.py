@@ -38,7 +38,9 @@ def attend(
         made = _of_graph(variant, *sizes) if is_compiling() else _new(variant, *sizes)
     if not arguments.keys() <= ARGUMENTS:
         unknown = next(name for name in arguments if name not in ARGUMENTS)
-        raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {_hint(made, variant, arguments, unknown)}")
+        raise InvalidInput(
+            f"{variant}: no argument is called {unknown!r}; {_hint(made, variant, arguments, unknown)}"
+        )
     return made.forward(query, key, value, **arguments)
 
 

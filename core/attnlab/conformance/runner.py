@@ -16,7 +16,7 @@ from attnlab.conformance.plan import Planned, all_checks, cases_of, selected
 from attnlab.conformance.results import BAD, CheckResult, Status
 from attnlab.conformance.subject import Subject, subject_of
 from attnlab.conformance.unexpected import unexpected
-from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, nearest, WrongResult
+from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult, nearest
 from attnlab.formulas import unverified
 
 

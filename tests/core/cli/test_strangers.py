@@ -92,7 +92,7 @@ def test_arguments_of_a_command_that_cannot_be_used_are_its_plugins_fault(
     offer(hook=lambda: [Command("odd", "help", configure, lambda args: 0)])
     code, _, err = run("odd", "3")
     assert code == 2
-    assert f"odd: the command's arguments" in err
+    assert "odd: the command's arguments" in err
     assert words in err
     assert run("--help")[0] == 0
 

@@ -29,7 +29,11 @@ def check_agrees_with_definition(variant: Any, case: Case) -> None:
     if not variant.capabilities.exact and is_random(variant, inputs):
         demand_right_mean(variant, inputs)
     else:
-        _compare(variant, inputs, "Compare the order of steps in docs/contract.md (`attnlab contract` prints it) and the formula, step by step")
+        _compare(
+            variant,
+            inputs,
+            "Compare the order of steps in docs/contract.md (`attnlab contract` prints it) and the formula, step by step",
+        )
 
 
 def check_survives_large_scores(variant: Any, case: Case) -> None:
