@@ -45,6 +45,10 @@ class PluginError(AttnlabError):
     """A plugin broke a rule: it failed to import, or handed over something of the wrong kind."""
 
 
+class WrongResult(PluginError):
+    """A variant's `attend` returned something else than an `AttentionOutput`: no call of it can be served."""
+
+
 class VariantUnavailable(AttnlabError, ImportError):
     """The variant is registered but something it needs is missing; the message says what to install."""
 

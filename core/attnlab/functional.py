@@ -10,12 +10,14 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 
 from attnlab._gate import run_while_tracing, shape_of
+from attnlab._quoting import quoted
 from attnlab._remembered import Remembered, Shortcuts
 from attnlab._symbolic import call_node
 from attnlab.call import AttentionOutput, call_signature
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
+from attnlab.registry.making import parameters_of
 
 _shortcuts = Shortcuts()
 # (variant, Hq, Hkv, Dq, Dk, Dv) -> instance. They hold no parameters, so sharing one is safe.
@@ -42,7 +44,9 @@ def attend(
         made = _new(variant, *sizes) if made is None else made
     if not arguments.keys() <= ARGUMENTS:
         unknown = next(name for name in arguments if name not in ARGUMENTS)
-        raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}")
+        raise InvalidInput(
+            f"{variant}: no argument is called {unknown!r}; {_hint(made, variant, arguments, unknown)}"
+        )
     return made.forward(query, key, value, **arguments)
 
 
@@ -77,6 +81,19 @@ def attention(
                 f"attention: returns the output alone, so {word} has no use; call attnlab.attend"
             )
     return attend(query, key, value, variant, **arguments).out
+
+
+def _hint(made: Attention, variant: str, arguments: dict[str, Any], unknown: str) -> str:
+    """What to do about an unknown argument: `create` where it is an option of the variant, else the nearest names."""
+    own = {*made.options, *parameters_of(type(made))}
+    if unknown not in own:
+        return nearest(unknown, ARGUMENTS)
+    options = "".join(f", {name}={quoted(value)}" for name, value in arguments.items() if name in own)
+    sizes = f"num_heads={made.num_heads}, head_dim={made.head_dim}"
+    return (
+        f"{unknown} is an option of {variant}, which a module takes: "
+        f"attnlab.create({variant!r}, {sizes}{options})(query, key, value)"
+    )
 
 
 def _known(query: Any, key: Any, value: Any, variant: Any) -> Attention | None:

@@ -37,7 +37,7 @@ from attnlab._quoting import quoted
 from attnlab._visibility_of_call import visibility_of_call
 from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
 from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
-from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest
+from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult
 from attnlab.mask import AttentionMask, MaskMod, Offset
 from attnlab.request import Request
 from attnlab.state import State
@@ -49,6 +49,7 @@ class Attention(PlainCalls):
 
     Class attributes of a variant:
         capabilities: what it can be asked for; an instance may only narrow it, with `self.narrow(...)`.
+        to_write: the members of a family of which a variant writes one at least.
         formula, family: what it computes and how it is built.
         definition: a free float64 function that says what is right (`attnlab.formulas`), where the formula is its own.
         golden: cases from the paper, for a formula of its own.
@@ -75,6 +76,7 @@ class Attention(PlainCalls):
     """
 
     family: ClassVar[str] = "plain"
+    to_write: ClassVar[tuple[str, ...]] = ("attend",)
     formula: ClassVar[str] = ""
     capabilities: Capabilities = Capabilities()
     definition: ClassVar[Callable[..., Any] | None] = None
@@ -268,7 +270,7 @@ class Attention(PlainCalls):
         need_lse: bool = False,
         state: State | None = None,
     ) -> AttentionOutput:
-        """Attend from query to key and value; see CONTRACT section 1 for every argument.
+        """Attend from query to key and value; docs/contract.md says what every argument means (`attnlab contract` prints it).
 
         Returns `AttentionOutput`. Raises `UnsupportedRequest` for what the variant does not declare and `InvalidInput` for
         wrong shapes, dtypes, devices or combinations, both before any tensor work.
@@ -429,6 +431,8 @@ class Attention(PlainCalls):
         if not (batch and lq and total):
             return empty_output(self, query, key, value, call, total)
         result = self.attend(query, key, value, call)
+        if not isinstance(result, AttentionOutput):
+            raise wrong_result(self, result)
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
             if result.state is not None:
@@ -452,6 +456,13 @@ ARGUMENTS = frozenset(
     n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY
 )
 """The keyword arguments of `Attention.forward`."""
+
+
+def wrong_result(variant: Attention, result: object) -> WrongResult:
+    """The error for an `attend` that returned something else than an `AttentionOutput`."""
+    what = f"{type(variant).__name__}.attend must return an AttentionOutput, got a {type(result).__name__}"
+    hint = "write `return attnlab.AttentionOutput(out)`, with weights, lse and state after it where they are asked for"
+    return WrongResult(f"{variant.name}: {what}; {hint}")
 
 
 def _any_trained(bias: Any, sinks: Any, gates: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -160,9 +161,10 @@ class _Run:
         made = rows.build(mine, settings.variants)
         null = rows.null_control(mine)
         wrong = {n: v for n, v in self.verdicts.items() if v.status == "wrong"}
+        registry = "".join(f"--registry {shlex.quote(str(file))} " for file in settings.registry)
         notes = [
             *self.notes,
-            *(f"{n}: wrong: {v.reason}; repeat with: attnlab check {n}" for n, v in wrong.items()),
+            *(f"{n}: wrong: {v.reason}; repeat with: attnlab {registry}check {n}" for n, v in wrong.items()),
         ]
         self._write_provenance(null.sentence())
         records.write_text(out / "table.md", tables.markdown(made, null, notes))

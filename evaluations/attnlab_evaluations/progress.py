@@ -1,4 +1,4 @@
-"""One line of progress on stderr, for people only. Needs no torch.
+"""One line of progress on stderr, for people only. Needs only the standard library.
 
 Nothing is written where stderr is not a terminal. No colour is used, so NO_COLOR needs no case.
 """
@@ -10,8 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
-
-from attnlab._quoting import printable
 
 
 class Progress:
@@ -30,7 +28,8 @@ class Progress:
         if not self.shown:
             return
         room = max(1, shutil.get_terminal_size().columns - 1)  # a wrapped line could not replace itself
-        line = printable(f"[{self._clock() - self._began:4.0f} s] {text}")[:room]
+        line = f"[{self._clock() - self._began:4.0f} s] {text}"[:room]
+        line = "".join(c if c.isprintable() else "?" for c in line)  # a plugin's names too
         encoding = getattr(self.stream, "encoding", None) or "ascii"
         line = line.encode(encoding, "replace").decode(encoding)
         self.stream.write("\r" + line + " " * max(0, self._width - len(line)))

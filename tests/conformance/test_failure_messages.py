@@ -120,7 +120,8 @@ def test_a_wrong_shape_says_which_one_was_expected() -> None:
     message = first(LosesTheBatch, "shapes_and_dtypes").message
     assert blurred(message) == (
         "LosesTheBatch (float32 on cpu, plain, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8 Dv=8, seed 0): out has shape "
-        "[1, 2, 7, 8], expected [2, 2, 7, 8]. See CONTRACT section 1"
+        "[1, 2, 7, 8], expected [2, 2, 7, 8]. docs/contract.md says each shape; "
+        "`attnlab contract` prints it"
     )
 
 

@@ -248,7 +248,7 @@ def test_a_failure_says_who_where_what_how_far_and_why() -> None:
         "the plain formula's error in float32",
         "rounding over",
         " elements are outside. ",
-        "CONTRACT section 2",
+        "docs/contract.md",
     ):
         assert part in failed.message, failed.message
 

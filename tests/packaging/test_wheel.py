@@ -28,7 +28,7 @@ def tree() -> set[str]:
 def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert inside == tree() | {"attnlab_plugins/registry.yaml"}
+    assert inside == tree() | {"attnlab_plugins/registry.yaml", "attnlab/contract.md"}
 
 
 def test_the_wheel_carries_types_registry_and_licences(wheel: Path) -> None:
@@ -36,6 +36,7 @@ def test_the_wheel_carries_types_registry_and_licences(wheel: Path) -> None:
         names = archive.namelist()
         assert "attnlab/py.typed" in names
         assert archive.read("attnlab_plugins/registry.yaml") == (ROOT / "registry.yaml").read_bytes()
+        assert archive.read("attnlab/contract.md") == (ROOT / "docs" / "contract.md").read_bytes()
         info = next(name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
         for licence in ("LICENSE", "THIRD_PARTY.md"):
             assert archive.read(f"{info}/licenses/{licence}") == (ROOT / licence).read_bytes()

@@ -19,9 +19,11 @@ from attnlab.errors import AttnlabError, InvalidInput, PluginError, nearest
 # name -> (module with configure and run, one line of help)
 CORE = {
     "list": ("attnlab.cli.list_command", "the registered variants and what they can be asked for"),
-    "info": ("attnlab.cli.info_command", "everything the registry says about one variant"),
+    "info": ("attnlab.cli.info_command", "everything the registry says about variants"),
     "check": ("attnlab.cli.check_command", "hold variants against their definition and the contract"),
     "new": ("attnlab.cli.new_command", "a variant of your own to start from: code, registry row and test"),
+    "row": ("attnlab.cli.row_command", "the registry row of a class, written from the class"),
+    "contract": ("attnlab.cli.contract_command", "what every variant, caller and check agrees on"),
     "doctor": (
         "attnlab.cli.doctor_command",
         "versions, devices, plugins and registry files, with their problems",

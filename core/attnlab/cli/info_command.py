@@ -1,4 +1,4 @@
-"""`attnlab info NAME`: one variant as the registry states it. Reads YAML only: no torch, no plugin code."""
+"""`attnlab info NAME`: variants as the registry states them. Reads YAML only: no torch, no plugin code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 from attnlab.capabilities import ASKABLE
 from attnlab.cli import tables, terminal
 from attnlab.cli.list_command import record
+from attnlab.cli.selection import is_pattern, select
 
 EXAMPLES = """\
 examples:
   attnlab info additive
+  attnlab info 'multiplicative*'         every variant that matches (quoted, or the shell expands it)
   attnlab info additive --format json
   attnlab --registry mine.yaml info mine"""
 
@@ -21,21 +23,27 @@ LABEL_WIDTH = 14
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("name", metavar="NAME", help="a registered variant")
+    parser.add_argument("names", nargs="+", metavar="NAME", help="registered variants, or patterns")
     parser.add_argument("--format", choices=tables.FORMATS, default="table")
 
 
 def run(args: argparse.Namespace) -> int:
     from attnlab.catalogue import default_registry
 
-    facts = record(default_registry().info(args.name))
+    registry = default_registry()
+    one = len(args.names) == 1 and not is_pattern(args.names[0])
+    # For one name the registry's own words, where it has none of it: they tell what is wrong with its files.
+    names = args.names if one else select(args.names, registry.names())
+    found = [record(registry.info(name)) for name in names]
     if args.format == "json":
-        print(tables.as_json(facts))
+        print(tables.as_json(found[0] if one else found))
     elif args.format == "table":
-        print(terminal.shown(_page(facts)))
+        print(terminal.shown("\n\n".join(_page(facts) for facts in found)))
     else:
-        rows = [{"field": name, "value": value} for name, value in facts.items()]
-        print(tables.render(rows, ("field", "value"), args.format))
+        rows = [
+            {"variant": f["name"], "field": name, "value": value} for f in found for name, value in f.items()
+        ]
+        print(tables.render(rows, ("field", "value") if one else ("variant", "field", "value"), args.format))
     return 0
 
 

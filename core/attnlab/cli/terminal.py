@@ -49,7 +49,7 @@ class Escaping:
 def escaping() -> Iterator[None]:
     """While the body runs, `sys.stdout` and `sys.stderr` are `Escaping`."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (s if isinstance(s, Escaping) else Escaping(s) for s in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (s if isinstance(s, Escaping) else Escaping(s) for s in before)
     try:
         yield
     finally:

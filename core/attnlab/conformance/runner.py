@@ -16,7 +16,7 @@ from attnlab.conformance.plan import Planned, all_checks, cases_of, selected
 from attnlab.conformance.results import BAD, CheckResult, Status
 from attnlab.conformance.subject import Subject, subject_of
 from attnlab.conformance.unexpected import unexpected
-from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, nearest
+from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult, nearest
 from attnlab.formulas import unverified
 
 
@@ -172,6 +172,8 @@ def _outcome(subject: Subject, planned: Planned, expected: KnownFailure | None) 
             status, message = "not applicable", str(reason)
         except UnsupportedRequest as refusal:
             status, message = _judged_refusal(subject, planned, refusal)
+        except WrongResult:  # every other case would end so too: it is said once
+            raise
         except AssertionError as fault:
             status, message = (
                 "failed",

@@ -13,7 +13,7 @@ import torch
 from attnlab.capabilities import Capabilities
 from attnlab.conformance.cases import Case, Heads, fitted
 from attnlab.conformance.draws import draws_freely, is_random, seeded_draws
-from attnlab.errors import InvalidInput, UnsupportedRequest
+from attnlab.errors import InvalidInput, UnsupportedRequest, WrongResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,24 @@ def _probed(make: Callable[..., Any], ceiling: Capabilities, device: str) -> dic
         except UnsupportedRequest as refusal:
             refusals.append(refusal)
             continue
+        _require_result(make, fit)
         return {"probe": probe, "heads": heads, "random": _random(make, fit)}
     raise refusals[0]
+
+
+def _require_result(make: Callable[..., Any], base: Case) -> None:
+    """`WrongResult` where a plain call does not even end in an `AttentionOutput`, which every case would repeat."""
+    from attnlab.conformance.inputs import draw
+
+    try:
+        variant = seeded(make, base)
+        if not base.missing(variant.capabilities):
+            with torch.no_grad():
+                draw(base, variant).run(variant)
+    except WrongResult:
+        raise
+    except Exception:  # what else a plain call raises is for the checks to tell
+        return
 
 
 def _random(make: Callable[..., Any], base: Case) -> bool:

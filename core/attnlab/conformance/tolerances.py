@@ -1,6 +1,6 @@
 """How far an answer may be from the float64 definition, and why. Needs torch.
 
-The rule (CONTRACT section 2): at most twice the error of the plain formula in the same dtype, plus a
+The rule (docs/contract.md, "Accuracy"): at most twice the error of the plain formula in the same dtype, plus a
 bound derived from the dtype's epsilon and the reduction length.
 
     limit = 2 * E + R
@@ -18,7 +18,7 @@ of a sum of n products) it is
 
     n      = Dq + Dk + Dv + 2 Lq + 2 Lk + 16: every sum that a forward and its backward take (over widths,
              over keys, in the backward also over queries), and 16 elementwise steps;
-    u_acc  of the accumulation type, float32 or the dtype if wider: CONTRACT demands as much;
+    u_acc  of the accumulation type, float32 or the dtype if wider: the contract demands as much;
     u_out  of the dtype itself: storing the result rounds once, one operand may have been rounded once;
     m      the largest magnitude of the exact result, and for outputs also of the values that are averaged.
 

@@ -47,6 +47,7 @@ class FeatureMapAttention(Attention):
     """
 
     family: ClassVar[str] = "feature_map"
+    to_write: ClassVar[tuple[str, ...]] = ("feature_map", "attend")
     capabilities: Capabilities = FEATURE_MAP_CAPABILITIES
     state_type: ClassVar[type[State]] = LinearState
     conflicts = ((("state", "weights"), "the past keys are summed, so their weights cannot be told apart"),)

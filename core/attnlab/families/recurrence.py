@@ -43,6 +43,7 @@ class RecurrentAttention(Attention):
     """
 
     family: ClassVar[str] = "recurrent"
+    to_write: ClassVar[tuple[str, ...]] = ("update", "scan", "attend")
     capabilities: Capabilities = RECURRENT_CAPABILITIES
     state_type: ClassVar[type[State]] = RecurrentState
 

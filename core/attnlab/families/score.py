@@ -68,6 +68,7 @@ class ScoreAttention(Attention):
     """
 
     family: ClassVar[str] = "score"
+    to_write: ClassVar[tuple[str, ...]] = ("scores", "inner_product", "attend", "__init__")
     capabilities: Capabilities = SCORE_CAPABILITIES
     state_type: ClassVar[type[State]] = CacheState
     zeroes_absent_rows = True

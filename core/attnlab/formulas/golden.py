@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEEDED = 3
-"""Golden cases from which on a formula counts as verified (CONTRACT section 4)."""
+"""Golden cases from which on a formula counts as verified (docs/contract.md, "Definition and implementation")."""
 
 Numbers = Sequence[Any]
 

@@ -1,6 +1,6 @@
 """The function that transformers calls in an attention layer, and what its arguments mean in attnlab's words. Needs torch.
 
-CONTRACT section 7 is the law: a tensor mask is complete, None is causal exactly in a causal module, and nothing is dropped.
+docs/contract.md, "Adapters", is the law: a tensor mask is complete, None is causal exactly in a causal module, and nothing is dropped.
 Restarting position_ids are sequences packed in one row, which see nothing of each other.
 """
 

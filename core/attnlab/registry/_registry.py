@@ -148,13 +148,14 @@ class Registry:
 
         `facts` are the fields of a registry row (family, formula, source, options, ...); family and formula
         default to the class's, `requires` is modules, or a mapping of modules to distributions. Raises `InvalidInput` for a bad name, an unknown fact, a name that is taken
-        (unless `replaces`), or one that `replaces` nothing.
+        (unless `replaces`), what is no class of a variant, or a name that `replaces` nothing.
         """
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidInput(f"register: a name is {NAME_RULE}; got {quoted(name)}")
-        if not isinstance(target_class, type):
-            what = f"expected a class that derives from attnlab.Attention, got {quoted(target_class)}"
-            raise InvalidInput(f"register: {name}: {what}")
+        from attnlab.registry.loading import fault_of_class, unwritten
+
+        if fault := fault_of_class(target_class) or unwritten(target_class):
+            raise InvalidInput(f"register: {name}: {fault}")
         for fact in facts:
             if fact not in _FACTS:
                 raise InvalidInput(f"register: {name}: unknown fact {quoted(fact)}; {nearest(fact, _FACTS)}")

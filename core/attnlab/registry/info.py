@@ -174,7 +174,11 @@ def _refuse_target(home: Entry) -> Refusal | None:
     if spec is None:
         top = target.module.partition(".")[0]
         missing = f"there is no module {target.module!r} (target {target}, from {home.where})"
-        hint = f"install the package that has {top!r}" if not exists(top) else "correct the target"
+        hint = (
+            f"install the package that has {top!r}"
+            if top == target.module or not exists(top)
+            else "correct the target"
+        )
         return Refusal(VariantUnavailable, f"{missing}; {hint}")
     if layer.found and os.environ.get("ATTNLAB_TRUST") != "1" and (place := _beside(layer.path, spec)):
         what = f"the module of {target} is {place}, beside {layer.path}, which was found, not named"

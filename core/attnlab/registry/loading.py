@@ -33,7 +33,7 @@ def load_class(entry: Entry) -> type[Attention]:
     Raises `VariantUnavailable` where something is not installed, `PluginError` where the plugin is broken or
     hands over the wrong thing. `KeyboardInterrupt` passes.
     """
-    base = _base_class(entry)
+    _require_base_class(entry)
     if no_device := devices.lacking(
         entry.facts.get("devices", ())
     ):  # torch, which is imported now, knows better
@@ -45,25 +45,54 @@ def load_class(entry: Entry) -> type[Attention]:
         assert home.row.target is not None
         module = _import(entry, home.row.target)
         found = _attribute(entry, module, home.row.target.attribute)
-    if not isinstance(found, type) or not issubclass(found, base) or found is base:
-        got = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise PluginError(
-            f"{subject(entry)}: expected a class that derives from attnlab.Attention, got {got}"
-        )
+    if fault := fault_of_class(found):
+        raise PluginError(f"{subject(entry)}: {fault}")
     declared = getattr(found, "api_version", None)
     if declared is not None and (mismatch := api_mismatch(entry, declared)):
         raise PluginError(f"{subject(entry)}: {mismatch}")
-    return found
+    variant: type[Attention] = found
+    return variant
 
 
-def _base_class(entry: Entry) -> type[Attention]:
+def fault_of_class(found: object) -> str:
+    """Why an object is no class of a variant, in a sentence; "" where it is one. Imports no torch: a variant's class has."""
+    wanted = "expected a class that derives from attnlab.Attention"
+    interface = sys.modules.get("attnlab.interface")
+    if not isinstance(found, type):
+        base = getattr(interface, "Attention", None)
+        if base is not None and isinstance(found, base):
+            return f"{wanted}, got an instance of {type(found).__name__}; give the class itself"
+        got = (
+            quoted(found)
+            if isinstance(found, str | int | float) or found is None
+            else f"a {type(found).__name__}"
+        )
+        return f"{wanted}, got {got}"
+    if interface is None or not issubclass(found, interface.Attention):
+        return f"{wanted}, got the class {found.__name__}"
+    if found is interface.Attention:
+        return f"{wanted}, got the class Attention itself"
+    return ""
+
+
+def unwritten(variant: type[Attention]) -> str:
+    """Why a class of a variant computes nothing, in a sentence; "" where it does."""
+    if abstract := sorted(getattr(variant, "__abstractmethods__", ())):
+        return f"{variant.__name__} leaves {', '.join(abstract)} abstract; write it, or register a class that does"
+    family = next(base for base in variant.__mro__ if "to_write" in vars(base))
+    if all(getattr(variant, member) is getattr(family, member) for member in variant.to_write):
+        members = " or ".join(member for member in variant.to_write if member != "__init__")
+        return f"{variant.__name__} writes no {members}; write it, or register a class that does"
+    return ""
+
+
+def _require_base_class(entry: Entry) -> None:
     try:
-        from attnlab.interface import Attention
+        import attnlab.interface  # noqa: F401
     except Exception as error:
         # Of torch: ImportError where it is missing, and where it is broken OSError, RuntimeError, AttributeError.
         what = f"attnlab.interface cannot be imported: {cause(error)}"
         raise VariantUnavailable(f"{entry.name}: {what}; {_what_to_do(error, 'attnlab')}") from error
-    return Attention
 
 
 def _import(entry: Entry, target: Target) -> ModuleType:
@@ -111,7 +140,7 @@ def _beside(entry: Entry, target: Target, error: ImportError) -> str:
     if not target.path:
         return ""
     way = "put both into a package, install it, and give the target as package.module:Class"
-    if "relative import" in str(error):
+    if "relative import" in words_of(error):
         return f"a file that is named by its path belongs to no package; {way}"
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,11 @@ def _reword(error: AttnlabError, message: str) -> None:
         error.msg = message
 
 
+def parameters_of(cls: type) -> list[str]:
+    """The options that a class accepts."""
+    return _parameters(cls, ())[0]
+
+
 def _parameters(cls: type, listed: Iterable[str]) -> tuple[list[str], list[str]]:
     """The options that `cls` accepts, and those of them without a default.
 
@@ -162,6 +168,8 @@ def _refuse_unknown(variant: str, given: Iterable[str], accepted: Iterable[str])
         if option not in names:
             tail = nearest(option, names) if names else "it accepts none"
             tail = tail.replace("known:", "accepted:")
+            if option in getattr(sys.modules.get("attnlab.interface"), "ARGUMENTS", ()):
+                tail = f"{option} is an argument of each call: give it where the module is called; {tail}"
             raise InvalidInput(f"{variant}: unknown option {quoted(option)}; {tail}")
 
 

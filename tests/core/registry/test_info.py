@@ -97,14 +97,6 @@ def test_a_required_module_may_be_installed_under_another_name(write: Write) -> 
     )
 
 
-def test_a_registered_class_may_require_modules_by_either_way(write: Write) -> None:
-    registry = one(write, "target: 'json:C'")
-    registry.register("y", dict, requires=iter(["no_such_kernels"]))
-    registry.register("z", dict, requires={"no_such_kernels": "no-such"})
-    assert str(registry.info("y").unavailable).endswith("pip install no_such_kernels")
-    assert str(registry.info("z").unavailable).endswith("pip install no-such")
-
-
 class Torch:
     """A stand-in for the module `torch`: what it says of its devices."""
 

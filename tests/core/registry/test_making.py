@@ -15,12 +15,15 @@ Write = Callable[[str, str], Path]
 HEAD = "version: 1\nvariants:\n"
 PICKY = '''
 import attnlab
-from attnlab import Attention, InvalidInput
+from attnlab import Attention, AttentionOutput, InvalidInput
 
 class Picky(Attention):
     """Refuses in the way that its option `how` says."""
     name = "picky"
     formula = "none"
+
+    def attend(self, query, key, value, call):
+        return AttentionOutput(query)
 
     def __init__(self, *, how="not", size=1, **dims):
         if how == "head":

@@ -1,4 +1,4 @@
-"""Laws of CONTRACT section 6, each switched on by the property it follows from. Needs torch."""
+"""The laws of docs/contract.md, each switched on by the property it follows from. Needs torch."""
 
 from __future__ import annotations
 
