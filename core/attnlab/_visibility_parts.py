@@ -80,8 +80,11 @@ def within_left(left: int, sink_tokens: int) -> Rule:
 
 def joined(bounds: list[tuple[int, int]]) -> tuple[int, int, int | None]:
     """`(left, sink_tokens, strict_left)` of left bounds `(left, sink_tokens)`, at most one of which exempts sink tokens."""
-    strict = min((left for left, sinks in bounds if not sinks), default=None)
+    strict: int | None = None
     exempt = [bound for bound in bounds if bound[1]]
+    for left, sinks in bounds:  # a loop: torch.compile cannot trace min(..., default=)
+        if not sinks:
+            strict = left if strict is None else min(strict, left)
     if len(exempt) > 1:
         raise PluginError(
             f"two windows with sink tokens do not combine: got {exempt[0]} and {exempt[1]} (left, sink_tokens)"
