@@ -17,6 +17,8 @@ from attnlab.interface import Attention
 from attnlab.state import LinearState, State, check_room
 from attnlab.visibility import Visibility
 
+_LARGE = 4.0  # a query's largest feature, at most
+
 FEATURE_MAP_CAPABILITIES = Capabilities(
     causal=True,
     key_mask=True,
@@ -42,7 +44,8 @@ class FeatureMapAttention(Attention):
     """`o_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)` over the keys j that query i sees.
 
     Write `feature_map`. Non-causal in two products, causal in chunks, stepwise with a state of sums; padding on either side.
-    Features are computed and summed in float32 or better whatever the input's dtype. [Katharopoulos et al. 2020, eq. 5-9]
+    Features are computed and summed in float32 or better whatever the input's dtype. Where features can all be small at once, an instance
+    sets `least_total`, which stands for smaller normalisers and so bounds the derivative. [Katharopoulos et al. 2020, eq. 5-9]
     """
 
     family: ClassVar[str] = "feature_map"
@@ -50,6 +53,7 @@ class FeatureMapAttention(Attention):
     state_type: ClassVar[type[State]] = LinearState
     conflicts = ((("state", "weights"), "the past keys are summed, so their weights cannot be told apart"),)
     normalise: bool = True
+    least_total: float = 0.0
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
         """Features `[B, H, L, P]` of `x [B, H, L, D]` (float32 or better), at int64 positions `[L]` or `[B, L]`."""
@@ -91,16 +95,20 @@ class FeatureMapAttention(Attention):
                     key, value, seen, start, stop
                 )
 
-            out, kv, z = causal_linear_blocks(block, new, kv, z, normalise=self.normalise)
+            out, kv, z = causal_linear_blocks(
+                block, new, kv, z, normalise=self.normalise, least=self.least_total
+            )
         else:
             q = self._query_features(query, seen, 0, query.shape[2])
             k, v = self._features(key, value, seen, 0, new)
             if seen.right is None:
                 kv, z = _added(kv, z, k, v)
-                out = read_sums(q, kv, z, self.normalise)
+                out = read_sums(q, kv, z, self.normalise, self.least_total)
             else:
                 moved_k, moved_v, kv0, z0 = align_to_queries(k, v, offset, query.shape[2], kv, z)
-                out = causal_linear(q, moved_k, moved_v, kv0, z0, normalise=self.normalise)
+                out = causal_linear(
+                    q, moved_k, moved_v, kv0, z0, normalise=self.normalise, least=self.least_total
+                )
                 if state is not None:
                     kv, z = _added(kv, z, k, v)
         scale = self.default_scale() if call.scale is None else float(call.scale)
@@ -154,7 +162,11 @@ class FeatureMapAttention(Attention):
     def _query_features(self, query: Tensor, seen: Visibility, start: int, stop: int) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         positions = seen.query_positions[..., start:stop]
-        return self.feature_map(query[:, :, start:stop].to(wide), role="query", positions=positions)
+        features = self.feature_map(query[:, :, start:stop].to(wide), role="query", positions=positions)
+        if not self.normalise:
+            return features
+        # A factor of a query cancels: products of the features of huge tokens stay in range.
+        return features * (_LARGE / features.detach().abs().amax(-1, keepdim=True)).clamp(max=1)
 
     def _features(
         self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int
@@ -176,7 +188,7 @@ class FeatureMapAttention(Attention):
         visible = seen.tile(0, seen.query_length, 0, seen.key_length)
         if visible is not None:
             a = a.masked_fill(~visible, 0)
-        return divided(a, a.sum(-1, keepdim=True)) if self.normalise else a
+        return divided(a, a.sum(-1, keepdim=True), self.least_total) if self.normalise else a
 
 
 def _added(kv: Tensor | None, z: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

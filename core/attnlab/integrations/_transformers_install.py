@@ -8,13 +8,13 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlab._choice import choice, storable
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
+from attnlab.engines import unit_length
 from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
 from attnlab.integrations._transformers_function import Callee, ModelFunction, check_positions
@@ -88,7 +88,7 @@ class InstalledAttention(nn.Module):
         if offset is not None:
             asked["offset"] = offset
         if self.attention.qk_l2norm:
-            query, key = normalize(query, dim=-1), normalize(key, dim=-1)
+            query, key = unit_length(query), unit_length(key)
         if source is not None:
             if source.shape[1] != key.shape[2]:
                 raise UnsupportedRequest(

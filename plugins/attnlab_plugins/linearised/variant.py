@@ -26,6 +26,9 @@ OPTIONS: Mapping[str, tuple[str, int]] = {
     "redraw_interval": ("favor", 1),
     "max_length": ("cosformer", 1),
 }
+# Maps whose features are as small as their token: a derivative would grow as the token shrinks, so the normaliser is held to a least.
+HOMOGENEOUS = ("relu", "squared_relu", "dpfp", "cosformer")
+LEAST_TOTAL = 1e-6
 ALL_ZERO = "all kernel values of a query can be exactly 0 under {}; its output is then 0"
 # Maps whose normaliser can vanish.
 VANISHING: Mapping[str, str] = {
@@ -57,7 +60,7 @@ class LinearisedAttention(FeatureMapAttention):
     - `"dpfp"`: `r * roll(r, i)` for i = 1 .. `nu`, `r = [relu(x), relu(-x)]`, P = 2 D nu; Schlag et al. 2021, "Linear Transformers
       Are Secretly Fast Weight Programmers", eq. 37 and 38. `nu` (default 1) is below 2 D there; beyond,
       indices wrap. Keys may meet none of a query's features.
-    - `"cosine"`: `[1, x / |x|]`, P = 1 + D; Li et al. 2020, "Linear Attention Mechanism", the first-order Taylor polynomial of
+    - `"cosine"`: `[1, x / max(|x|, 1e-3)]`, P = 1 + D; Li et al. 2020, "Linear Attention Mechanism", the first-order Taylor polynomial of
       the softmax's kernel for unit vectors, `1 + cos(q, k)`. It is 0 for opposite vectors, and 1 where either is 0. Where all
       that a query sees lies opposite to it, the quotient is of rounding errors: finite, and without a meaning.
     - `"favor"`: `exp(w x' - |x'|^2 / 2) / sqrt(m)`, P = m = `num_features` (default `D ln D`, and D at least); Choromanski et al.
@@ -75,7 +78,9 @@ class LinearisedAttention(FeatureMapAttention):
       (default 1024). It would be negative for positions more than M apart, so more than M queries or keys, the past included,
       are refused, and offsets that lead further. Keys may meet none of a query's features.
 
-    A query whose kernel values sum to 0 or nearly underflow (below 10^-33 in float32) gets 0. All but hedgehog are parameter-free.
+    Under relu, squared_relu, dpfp and cosformer the normaliser is at least 10^-6, as in cosFormer's code: so a query with small features
+    gets less, 0 at 0, and its derivative is bounded. Under the others a query whose kernel values sum to 0 or nearly underflow (below
+    10^-33 in float32) gets 0. All but hedgehog are parameter-free.
     """
 
     name = "linearised"
@@ -138,6 +143,8 @@ class LinearisedAttention(FeatureMapAttention):
             self._default(max_length=1024)
             self.refuses_more = True
             self.narrow(position_free="cosformer weights a pair by the distance of its positions")
+        if feature_map in HOMOGENEOUS:
+            self.least_total = LEAST_TOTAL
         if feature_map in VANISHING:
             self.narrow(normalised=VANISHING[feature_map])
         self.reset_parameters()
