@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,11 @@ from attnlab_plugins.linearised.cosformer import cosformer, require_near, too_lo
 from attnlab_plugins.linearised.favor import default_features, draw_rows, favor
 from attnlab_plugins.linearised.hedgehog import hedgehog
 from attnlab_plugins.linearised.polynomials import cosine, dpfp, taylor
+
+# The rows of favor for the call of this thread, as another may redraw them meanwhile.
+_rows: ContextVar[Tensor | None] = ContextVar("rows", default=None)
+_counting = Lock()
+_MOST_TICKETS = 256  # forwards whose backward may still come
 
 FEATURE_MAPS = (*COORDINATE_MAPS, "taylor", "dpfp", "cosine", "favor", "hedgehog", "cosformer")
 # Which map an option belongs to, and the least that it may be.
@@ -67,7 +74,7 @@ class LinearisedAttention(FeatureMapAttention):
       2020, "Rethinking Attention with Performers", lemma 1. The m rows of the buffer `w [m, D]`, one for all heads, are Gaussian
       vectors, orthogonal in blocks of D; they come from `seed` (default 0). The kernel is the softmax's in the mean over
       seeds. `redraw_interval=n` draws anew after every n calls in training of which autograd keeps a record (none is counted
-      that goes on from a state, or that `torch.utils.checkpoint` repeats), `redraw()` by hand: the next of the draws that the
+      that goes on from a state, or that `torch.utils.checkpoint` repeats, which gets the features of its forward), `redraw()` by hand: the next of the draws that the
       seed determines. A state made before sums other features, and is refused. The buffer `drawn` holds the draw's number and the calls
       since. Keys with `|k|^2 / (2 sqrt(D))` above 80 to 105, by D, underflow in float32.
     - `"hedgehog"`: `[softmax(W x + b), softmax(-(W x + b))]`, P = 2 D; Zhang et al. 2024, "The Hedgehog & the Porcupine", section
@@ -131,6 +138,7 @@ class LinearisedAttention(FeatureMapAttention):
             self.register_buffer("w", rows)
             self.register_buffer("drawn", torch.zeros(2, dtype=torch.int64))
             self._since: int | None = 0
+            self._tickets: dict[int, Tensor] = {}  # the last forwards in training, and the rows that each had
             if redraw_interval is not None:
                 why = f"features are drawn anew every {redraw_interval} calls in training"
                 self.narrow(deterministic=why, compiles=why, exports=why)
@@ -179,11 +187,35 @@ class LinearisedAttention(FeatureMapAttention):
             self.drawn = torch.tensor([number, 0], device=self.drawn.device)
         self._since = 0
 
-    def _count_call(self, call: Call, recorded: bool) -> None:
-        """Redraw where it is due. A past that is summed up keeps its features, a recomputation within a backward as well."""
-        continues = call.state is not None and call.state.length > 0
-        if not self.training or not recorded or continues or torch._C._current_graph_task_id() != -1:
-            return
+    def _rows_of_call(self, call: Call, recorded: bool) -> Tensor:
+        """`w` for the whole of a call: redrawn where that is due, and for a recomputation within a backward what its forward had.
+
+        A forward is known by a number from torch's generator, which `torch.utils.checkpoint` restores before it repeats the forward.
+        """
+        if not self.training or torch._C._functorch.maybe_current_level() is not None:
+            return self.w
+        ticket = int(torch.randint(1 << 62, (), device="cpu"))
+        with _counting:
+            if torch._C._current_graph_task_id() != -1:
+                return self._rows_of_forward(ticket)
+            continues = call.state is not None and call.state.length > 0
+            if recorded and not continues:
+                self._count_call()
+            if len(self._tickets) >= _MOST_TICKETS:
+                del self._tickets[next(iter(self._tickets))]
+            self._tickets[ticket] = self.w
+            return self.w
+
+    def _rows_of_forward(self, ticket: int) -> Tensor:
+        rows = self._tickets.get(ticket)
+        if rows is None and any(other is not self.w for other in self._tickets.values()):
+            raise InvalidInput(
+                f"{self.name}: a forward is computed again in a backward, features were drawn anew since, and which it had is not known; "
+                "checkpoint it with preserve_rng_state=True"
+            )
+        return self.w if rows is None else rows.to(self.w)
+
+    def _count_call(self) -> None:
         if self._since is None:
             self._since = int(self.drawn[1])
         if self._since >= self.options["redraw_interval"]:
@@ -198,6 +230,12 @@ class LinearisedAttention(FeatureMapAttention):
         if kept is not None and torch.finfo(self.w.dtype).bits < 32:
             self.w = kept.to(self.w.device)
         return applied
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        if "_tickets" in kept:  # graphs that were made belong to this object
+            kept["_tickets"] = {}
+        return kept
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -214,10 +252,14 @@ class LinearisedAttention(FeatureMapAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         if self.kind == "cosformer":
             require_near(self.name, call.visibility, self.options["max_length"])
-        elif self.options["redraw_interval"] is not None and torch.is_grad_enabled():
-            recorded = query.requires_grad or key.requires_grad or value.requires_grad
-            self._count_call(call, recorded)
-        return super().attend(query, key, value, call)
+        if self.options["redraw_interval"] is None:
+            return super().attend(query, key, value, call)
+        wanted = query.requires_grad or key.requires_grad or value.requires_grad
+        before = _rows.set(self._rows_of_call(call, torch.is_grad_enabled() and wanted))
+        try:
+            return super().attend(query, key, value, call)
+        finally:
+            _rows.reset(before)
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
         kind = self.kind
@@ -230,7 +272,8 @@ class LinearisedAttention(FeatureMapAttention):
         if kind == "cosine":
             return cosine(x)
         if kind == "favor":
-            return favor(x, self.w, role)
+            rows = None if self.options["redraw_interval"] is None else _rows.get()
+            return favor(x, self.w if rows is None else rows, role)
         if kind == "hedgehog":
             own = (self.W_q, self.b_q) if role == "query" else (self.W_k, self.b_k)
             return hedgehog(x, *own)
