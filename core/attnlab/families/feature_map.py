@@ -69,6 +69,10 @@ class FeatureMapAttention(Attention):
             self.feature_map(nothing, role="key", positions=torch.arange(0, device=nothing.device)).shape[-1]
         )
 
+    def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What features of inputs of `dtype` are computed and summed in: float32 or better; override it where a kernel cancels."""
+        return accumulation_dtype(dtype)
+
     def kept_from(self) -> dict[str, Tensor]:
         """All its parameters, which a map of keys may have; override it where it takes fewer, or buffers."""
         return dict(self.named_parameters())
@@ -84,7 +88,7 @@ class FeatureMapAttention(Attention):
         state, new = call.state, key.shape[2]
         assert state is None or isinstance(state, LinearState)
         if state is not None:
-            self._check_features(state)
+            self._check_features(state, key)
         kv, z = (None, None) if state is None else (state.kv, state.z)
         q = k = None
         offset = 0 if seen.right is None else relative_offset(self.name, seen.offset, state)
@@ -136,7 +140,7 @@ class FeatureMapAttention(Attention):
     ) -> LinearState:
         """Empty sums, in float32 or better; constant in size, so `capacity` asks for nothing."""
         check_room(batch, capacity)
-        wide = accumulation_dtype(dtype or torch.get_default_dtype())
+        wide = self.sums_dtype(dtype or torch.get_default_dtype())
         features = self.num_features()
         return LinearState(
             kv=torch.zeros(batch, self.num_kv_heads, features, self.value_dim, device=device, dtype=wide),
@@ -146,13 +150,18 @@ class FeatureMapAttention(Attention):
     @in_own_precision
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
         assert isinstance(call.state, LinearState)
-        self._check_features(call.state)
+        self._check_features(call.state, key)
         assert call.visibility is not None
         k, v = self._features(key, value, call.visibility, 0, key.shape[2])
         kv, z = _added(call.state.kv, call.state.z, k, v)
         return LinearState(length=call.state.length + key.shape[2], kv=kv, z=z)
 
-    def _check_features(self, state: LinearState) -> None:
+    def _check_features(self, state: LinearState, key: Tensor) -> None:
+        if state.kv.dtype != self.sums_dtype(key.dtype):
+            raise InvalidInput(
+                f"{self.name}: the state holds {state.kv.dtype} and sums of {key.dtype} keys need {self.sums_dtype(key.dtype)}; "
+                "use its own init_state(dtype=...)"
+            )
         held, made = state.kv.shape[2], self.num_features()
         if held != made:
             raise InvalidInput(
@@ -160,7 +169,7 @@ class FeatureMapAttention(Attention):
             )
 
     def _query_features(self, query: Tensor, seen: Visibility, start: int, stop: int) -> Tensor:
-        wide = accumulation_dtype(query.dtype)
+        wide = self.sums_dtype(query.dtype)
         positions = seen.query_positions[..., start:stop]
         features = self.feature_map(query[:, :, start:stop].to(wide), role="query", positions=positions)
         if not self.normalise:
@@ -172,7 +181,7 @@ class FeatureMapAttention(Attention):
         self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         """Features and values of new tokens in the wide dtype; absent slots' features are zero after the map."""
-        wide = accumulation_dtype(key.dtype)
+        wide = self.sums_dtype(key.dtype)
         past = seen.key_length - key.shape[2]
         at = slice(past + start, past + stop)
         k = self.feature_map(

@@ -63,7 +63,8 @@ class LinearisedAttention(FeatureMapAttention):
 
     - `"taylor"`: `[1, x', (x' (x) x') / sqrt(2)]` with `x' = x / D^(1/4)`, P = 1 + D + D^2; Arora et al. 2024, "Simple linear
       attention language models balance the recall-throughput tradeoff" (Based), section 4.1. The kernel is the second-order
-      Taylor polynomial of the softmax's, `1 + s + s^2 / 2` with `s = q^T k / sqrt(D)`: at least 1/2, so nothing vanishes.
+      Taylor polynomial of the softmax's, `1 + s + s^2 / 2` with `s = q^T k / sqrt(D)`: at least 1/2, so nothing vanishes. Computed in float64, as its
+      sums of D^2 products cancel.
     - `"dpfp"`: `r * roll(r, i)` for i = 1 .. `nu`, `r = [relu(x), relu(-x)]`, P = 2 D nu; Schlag et al. 2021, "Linear Transformers
       Are Secretly Fast Weight Programmers", eq. 37 and 38. `nu` (default 1) is below 2 D there; beyond,
       indices wrap. Keys may meet none of a query's features.
@@ -278,6 +279,10 @@ class LinearisedAttention(FeatureMapAttention):
             own = (self.W_q, self.b_q) if role == "query" else (self.W_k, self.b_k)
             return hedgehog(x, *own)
         return cosformer(x, positions, self.options["max_length"])
+
+    def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # Its kernel is at least 1/2, a sum of D^2 products that may be a million: float32 would leave no digit of it.
+        return torch.float64 if self.kind == "taylor" else super().sums_dtype(dtype)
 
     def kept_from(self) -> dict[str, Tensor]:
         if self.kind == "favor":
