@@ -20,6 +20,7 @@ from attnlab._module_arguments import (
 )
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
+from attnlab.engines import unit_length
 from attnlab.errors import InvalidInput, nearest
 from attnlab.interface import ARGUMENTS, Attention
 from attnlab.mask import AttentionMask
@@ -33,7 +34,7 @@ class MultiHeadAttention(nn.Module):
     `{"name": "sliding_window", "left": 255}`, or an `Attention`; num_kv_heads key/value heads (grouped-query attention); kdim, vdim widths of key and value inputs (default embed_dim); bias of
     the projections; dropout probability of the weights, in training only; batch_first `[B, L, E]` (False: `[L, B, E]`);
     conv_size taps of a short causal convolution over projected queries, keys and values (`ShortConvolution`), for causal
-    self-attention; options of the variant. Queries and keys are made to unit length where the variant asks for it (`qk_l2norm`: the delta rules).
+    self-attention; options of the variant. Queries and keys are made to unit length (`x / max(|x|, 1e-3)`) where the variant asks for it (`qk_l2norm`: the delta rules).
     Gates that the variant declares are projected from the key input by `GateProjections`. Raises what `attnlab.create` raises, and `InvalidInput` for widths that do not divide.
     """
 
@@ -162,7 +163,7 @@ class MultiHeadAttention(nn.Module):
         k = k.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, Lk, Dk]
         v = v.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, Lk, Dv]
         if made.qk_l2norm:
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            q, k = unit_length(q), unit_length(k)
         if self.gate_projections and "gates" not in arguments:
             arguments["gates"] = self.gate_projections(key)
         if self.training and self.dropout:

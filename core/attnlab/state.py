@@ -313,15 +313,17 @@ def check_room(batch: object, capacity: object) -> None:
             raise InvalidInput(f"init_state: {word} must be an int of 0 or more{other}, got {quoted(value)}")
 
 
-def _check_memory(subject: str, held: Tensor, kv_heads: int, value_dim: int, key: Tensor) -> None:
-    """Judge a memory `[B, Hkv, *, Dv]` that is summed in `accumulation_dtype`."""
+def _check_memory(
+    subject: str, held: Tensor, kv_heads: int, value_dim: int, key: Tensor, *others: torch.dtype
+) -> None:
+    """Judge a memory `[B, Hkv, *, Dv]` that is summed in `accumulation_dtype`, or in one of `others`."""
     if (held.shape[1], held.shape[3]) != (kv_heads, value_dim):
         raise InvalidInput(
             f"{subject}: the state was made for key/value heads, value width {(held.shape[1], held.shape[3])} "
             f"and the call has {(kv_heads, value_dim)}"
         )
     wide = torch.float64 if key.dtype == torch.float64 else torch.float32
-    if held.dtype != wide:
+    if held.dtype not in (wide, *others):
         raise InvalidInput(
             f"{subject}: the state holds {held.dtype} and sums of {key.dtype} keys need {wide}; init_state(dtype=...)"
         )
@@ -338,7 +340,7 @@ class LinearState(State):
         self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
     ) -> None:
         super().check(subject, batch, kv_heads, key_dim, value_dim, new, key)
-        _check_memory(subject, self.kv, kv_heads, value_dim, key)
+        _check_memory(subject, self.kv, kv_heads, value_dim, key, torch.float64)  # which some families sum in
 
 
 @dataclass(kw_only=True, eq=False)

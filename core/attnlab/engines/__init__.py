@@ -3,7 +3,7 @@
 heads: grouped-query helpers.  tiled: online softmax over tiles of any score.  fused: torch's fused kernels.  banded: inside
 a window.  additive: the score v^T tanh(q + k) of a tile.  linear: prefix sums of feature maps, chunked and stepwise.  scan: a
 recurrence, token by token.  chunked_recurrence: fast weights, by sums, corrections and decays.
-lengths: decisions on lengths that no graph may depend on.  triton_launch: where Triton kernels serve and how they are launched; triton itself is imported by use.
+lengths: decisions on lengths that no graph may depend on.  unit_length: normalised vectors.  triton_launch: where Triton kernels serve and how they are launched; triton itself is imported by use.
 """
 
 from attnlab._lengths import holds
@@ -26,6 +26,7 @@ from attnlab.engines.triton_launch import (
     kernels_serve,
     run_kernel,
 )
+from attnlab.engines.unit_length import unit_length
 
 __all__ = [
     "MASK_ELEMENTS",
@@ -59,4 +60,5 @@ __all__ = [
     "run_kernel",
     "scan_recurrence",
     "tiled_attention",
+    "unit_length",
 ]

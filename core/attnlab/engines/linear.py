@@ -24,23 +24,25 @@ CHUNK = 64
 BLOCK = 512  # tokens whose features, sums and products fit a second-level cache at 64 features
 
 
-def read_sums(query: Tensor, kv: Tensor, z: Tensor, normalise: bool = True) -> Tensor:
+def read_sums(query: Tensor, kv: Tensor, z: Tensor, normalise: bool = True, least: float = 0.0) -> Tensor:
     """What features `query [B, Hq, Lq, P]` read from sums `kv [B, Hkv, P, Dv]`, `z [B, Hkv, P]`; `[B, Hq, Lq, Dv]`."""
     grouped = fold_groups(query, kv.shape[1])  # [B, Hkv, G, Lq, P]
     out = (grouped @ kv[:, :, None]).flatten(1, 2)
     if not normalise:
         return out
     total = (grouped @ z[:, :, None, :, None]).flatten(1, 2)  # [B, Hq, Lq, 1]
-    return divided(out, total)
+    return divided(out, total, least)
 
 
-def divided(out: Tensor, total: Tensor) -> Tensor:
-    """`out / total`, or `out` where total is 0 or nearly underflows: next to nothing was summed, so out is next to 0 as well.
+def divided(out: Tensor, total: Tensor, least: float = 0.0) -> Tensor:
+    """`out / max(total, least)`; without a least total `out / total`, or `out` where total is 0 or nearly underflows: next to nothing was summed, so out is next to 0 as well.
 
     The bound leaves the gradient's `1 / total` room for factors of 10^5 below overflow; at such totals features are denormal.
     """
-    least = torch.finfo(total.dtype).tiny * 2**16
-    return out / total.masked_fill(total.abs() < least, 1)
+    if least:
+        return out / total.clamp(min=least)
+    nearly = torch.finfo(total.dtype).tiny * 2**16
+    return out / total.masked_fill(total.abs() < nearly, 1)
 
 
 def align_to_queries(
@@ -90,6 +92,7 @@ def causal_linear(
     z: Tensor | None = None,
     *,
     normalise: bool = True,
+    least: float = 0.0,
     chunk: int = CHUNK,
 ) -> Tensor:
     """Query i sees keys 0..i and the initial sums: `[B, Hq, L, Dv]` from features of one length L.
@@ -100,7 +103,7 @@ def causal_linear(
     def block(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         return query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
 
-    return causal_linear_blocks(block, key.shape[2], kv, z, normalise=normalise, chunk=chunk)[0]
+    return causal_linear_blocks(block, key.shape[2], kv, z, normalise=normalise, least=least, chunk=chunk)[0]
 
 
 def causal_linear_blocks(
@@ -110,6 +113,7 @@ def causal_linear_blocks(
     z: Tensor | None = None,
     *,
     normalise: bool = True,
+    least: float = 0.0,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query i sees keys 0..i and the initial sums: `(out [B, Hq, L, Dv], S_L, z_L)`.
@@ -131,9 +135,9 @@ def causal_linear_blocks(
             z = key.new_zeros(*key.shape[:2], key.shape[3])
         by_kernels = _are_served(query, key, value, kv, z, normalise)
         if by_kernels:
-            out, kv, z = _by_recurrence(query, key, value, kv, z, normalise)
+            out, kv, z = _by_recurrence(query, key, value, kv, z, normalise, least)
         else:
-            out, kv, z = _one_block(query, key, value, kv, z, normalise, chunk)
+            out, kv, z = _one_block(query, key, value, kv, z, normalise, least, chunk)
         outs.append(out)
         if last:
             break
@@ -149,7 +153,7 @@ def _are_served(query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor
 
 
 def _by_recurrence(
-    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool, least: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_one_block` as the recurrence that it is, the normaliser being what it reads of a last column of values 1.
 
@@ -164,12 +168,19 @@ def _by_recurrence(
     memory = torch.cat([kv, z[..., None]], -1)  # [B, Hkv, P, Dv + 1]
     both, memory = chunked_recurrence(memory, grouped, key, torch.nn.functional.pad(value, (0, 1), value=1.0))
     assert both is not None
-    out = divided(both[..., :-1], both[..., -1:]).flatten(1, 2)  # [B, Hq, L, Dv]
+    out = divided(both[..., :-1], both[..., -1:], least).flatten(1, 2)  # [B, Hq, L, Dv]
     return out, memory[..., :-1].contiguous(), memory[..., -1].contiguous()
 
 
 def _one_block(
-    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool, chunk: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv: Tensor,
+    z: Tensor,
+    normalise: bool,
+    least: float,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, length = key.shape[1], key.shape[2]
     c = length if holds(length < chunk) else chunk
@@ -186,7 +197,7 @@ def _one_block(
     out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None, :-1])  # [B, Hkv, G, N, C, Dv]
     tokens = torch.cat([z[:, :, None], k.sum(-2)], 2).cumsum(2)  # [B, Hkv, N + 1, P]
     if normalise:
-        out = divided(out, inner.sum(-1, keepdim=True).add_(q @ tokens[:, :, None, :-1, :, None]))
+        out = divided(out, inner.sum(-1, keepdim=True).add_(q @ tokens[:, :, None, :-1, :, None]), least)
     whole: Tensor = out.flatten(3, 4).flatten(1, 2)  # [B, Hq, N C, Dv]
     return first_of(whole, 2, length), sums[:, :, -1], tokens[:, :, -1]
 

@@ -89,7 +89,7 @@ def _backward(
         return (last,) if out is None else (last, out)
 
     # Below autograd, as an operator is, this is what differentiates.
-    _, pull = torch.func.vjp(run, *there)
+    _, pull = torch.func.vjp(run, *there)  # type: ignore[misc] # two results without has_aux
     gradients = pull((of_last,) if of_out is None else (of_last, of_out))
     return [x.contiguous().clone() for x in gradients]
 

@@ -18,6 +18,8 @@ from attnlab.interface import Attention
 from attnlab.state import LinearState, State, check_room
 from attnlab.visibility import Visibility
 
+_LARGE = 4.0  # a query's largest feature, at most
+
 FEATURE_MAP_CAPABILITIES = Capabilities(
     causal=True,
     key_mask=True,
@@ -43,7 +45,8 @@ class FeatureMapAttention(Attention):
     """`o_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)` over the keys j that query i sees.
 
     Write `feature_map`. Non-causal in two products, causal in chunks, stepwise with a state of sums; padding on either side.
-    Features are computed and summed in float32 or better whatever the input's dtype. [Katharopoulos et al. 2020, eq. 5-9]
+    Features are computed and summed in float32 or better whatever the input's dtype. Where features can all be small at once, an instance
+    sets `least_total`, which stands for smaller normalisers and so bounds the derivative. [Katharopoulos et al. 2020, eq. 5-9]
     """
 
     family: ClassVar[str] = "feature_map"
@@ -52,6 +55,7 @@ class FeatureMapAttention(Attention):
     state_type: ClassVar[type[State]] = LinearState
     conflicts = ((("state", "weights"), "the past keys are summed, so their weights cannot be told apart"),)
     normalise: bool = True
+    least_total: float = 0.0
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
         """Features `[B, H, L, P]` of `x [B, H, L, D]` (float32 or better), at int64 positions `[L]` or `[B, L]`.
@@ -75,6 +79,10 @@ class FeatureMapAttention(Attention):
             self.feature_map(nothing, role="key", positions=torch.arange(0, device=nothing.device)).shape[-1]
         )
 
+    def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What features of inputs of `dtype` are computed and summed in: float32 or better; override it where a kernel cancels."""
+        return accumulation_dtype(dtype)
+
     def kept_from(self) -> dict[str, Tensor]:
         """All its parameters, which a map of keys may have; override it where it takes fewer, or buffers."""
         return dict(self.named_parameters())
@@ -97,7 +105,7 @@ class FeatureMapAttention(Attention):
         state, new = call.state, key.shape[2]
         assert state is None or isinstance(state, LinearState)
         if state is not None:
-            self._check_features(state)
+            self._check_features(state, key)
         kv, z = (None, None) if state is None else (state.kv, state.z)
         q = k = None
         offset = 0 if seen.right is None else relative_offset(self.name, seen.offset, state)
@@ -108,16 +116,20 @@ class FeatureMapAttention(Attention):
                     key, value, seen, start, stop
                 )
 
-            out, kv, z = causal_linear_blocks(block, new, kv, z, normalise=self.normalise)
+            out, kv, z = causal_linear_blocks(
+                block, new, kv, z, normalise=self.normalise, least=self.least_total
+            )
         else:
             q = self._query_features(query, seen, 0, query.shape[2])
             k, v = self._features(key, value, seen, 0, new)
             if seen.right is None:
                 kv, z = _added(kv, z, k, v)
-                out = read_sums(q, kv, z, self.normalise)
+                out = read_sums(q, kv, z, self.normalise, self.least_total)
             else:
                 moved_k, moved_v, kv0, z0 = align_to_queries(k, v, offset, query.shape[2], kv, z)
-                out = causal_linear(q, moved_k, moved_v, kv0, z0, normalise=self.normalise)
+                out = causal_linear(
+                    q, moved_k, moved_v, kv0, z0, normalise=self.normalise, least=self.least_total
+                )
                 if state is not None:
                     kv, z = _added(kv, z, k, v)
         scale = self.default_scale() if call.scale is None else float(call.scale)
@@ -146,7 +158,7 @@ class FeatureMapAttention(Attention):
     ) -> LinearState:
         """Empty sums, in float32 or better; constant in size, so `capacity` asks for nothing."""
         check_room(batch, capacity)
-        wide = accumulation_dtype(dtype or torch.get_default_dtype())
+        wide = self.sums_dtype(dtype or torch.get_default_dtype())
         features = self.num_features()
         return LinearState(
             kv=torch.zeros(batch, self.num_kv_heads, features, self.value_dim, device=device, dtype=wide),
@@ -156,14 +168,19 @@ class FeatureMapAttention(Attention):
     @in_own_precision
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
         assert isinstance(call.state, LinearState)
-        self._check_features(call.state)
+        self._check_features(call.state, key)
         assert call.visibility is not None
         k, v = self._features(key, value, call.visibility, 0, key.shape[2])
         kv, z = _added(call.state.kv, call.state.z, k, v)
         leading = call.visibility.leading if self._reads_beginnings else None
         return LinearState(length=call.state.length + key.shape[2], leading=leading, kv=kv, z=z)
 
-    def _check_features(self, state: LinearState) -> None:
+    def _check_features(self, state: LinearState, key: Tensor) -> None:
+        if state.kv.dtype != self.sums_dtype(key.dtype):
+            raise InvalidInput(
+                f"{self.name}: the state holds {state.kv.dtype} and sums of {key.dtype} keys need {self.sums_dtype(key.dtype)}; "
+                "use its own init_state(dtype=...)"
+            )
         held, made = state.kv.shape[2], self.num_features()
         if held != made:
             raise InvalidInput(
@@ -171,17 +188,21 @@ class FeatureMapAttention(Attention):
             )
 
     def _query_features(self, query: Tensor, seen: Visibility, start: int, stop: int) -> Tensor:
-        wide = accumulation_dtype(query.dtype)
+        wide = self.sums_dtype(query.dtype)
         positions = seen.unpadded_query_positions if self._reads_beginnings else seen.query_positions
-        return self.feature_map(
+        features = self.feature_map(
             query[:, :, start:stop].to(wide), role="query", positions=positions[..., start:stop]
         )
+        if not self.normalise:
+            return features
+        # A factor of a query cancels: products of the features of huge tokens stay in range.
+        return features * (_LARGE / features.detach().abs().amax(-1, keepdim=True)).clamp(max=1)
 
     def _features(
         self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         """Features and values of new tokens in the wide dtype; absent slots' features are zero after the map."""
-        wide = accumulation_dtype(key.dtype)
+        wide = self.sums_dtype(key.dtype)
         past = seen.key_length - key.shape[2]
         at = slice(past + start, past + stop)
         positions = seen.unpadded_key_positions if self._reads_beginnings else seen.key_positions
@@ -196,7 +217,7 @@ class FeatureMapAttention(Attention):
         visible = seen.tile(0, seen.query_length, 0, seen.key_length)
         if visible is not None:
             a = a.masked_fill(~visible, 0)
-        return divided(a, a.sum(-1, keepdim=True)) if self.normalise else a
+        return divided(a, a.sum(-1, keepdim=True), self.least_total) if self.normalise else a
 
 
 def _added(kv: Tensor | None, z: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,10 +37,15 @@ def dpfp(query: Tensor, key: Tensor, *, visible: Tensor, options: Mapping[str, A
 
 
 def cosine(query: Tensor, key: Tensor, *, visible: Tensor, **others: Any) -> Tensor:
-    """1 + q^T k / (|q| |k|) [Li et al. 2020]; 1 where either is zero."""
-    sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (query, key)]
-    q, k = (x / torch.where(size == 0, 1, size) for x, size in zip((query, key), sizes, strict=True))
+    """1 + q^T k / (|q| |k|) [Li et al. 2020], |x| at least 1e-3, so that the derivative is bounded at 0."""
+    q, k = (_directions(x) for x in (query, key))
     return 1 + pair_products(q, k, visible)
+
+
+def _directions(x: Tensor) -> Tensor:
+    size = x.detach().abs().amax(-1, keepdim=True).clamp(min=1)  # squares in range
+    scaled = x / size
+    return scaled / (scaled**2).sum(-1, keepdim=True).clamp(min=(1e-3 / size) ** 2).sqrt()
 
 
 def favor(

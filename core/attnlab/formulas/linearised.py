@@ -30,6 +30,11 @@ FEATURE_MAPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     }
 )
 
+LEAST_TOTAL: Mapping[str, float] = MappingProxyType(
+    dict.fromkeys(("relu", "squared_relu", "dpfp", "cosformer"), 1e-6)
+)
+"""What the normaliser is at least, where all features shrink with their token (cosFormer's code: `clamp_min(..., 1e-6)`)."""
+
 
 def linearised(
     query: Tensor,
@@ -77,6 +82,8 @@ def linearised(
         products = pair_products(phi(query), phi(key), visible)
     products = torch.where(visible, products, 0)
     total = products.sum(dim=-1, keepdim=True)
+    if name in LEAST_TOTAL:
+        total = total.clamp(min=LEAST_TOTAL[name])
     total = torch.where(total == 0, 1, total)
     # Two sums and their quotient, as eq. 4 has it. Weights first would make a single weight 1 exactly, and hide from the plain
     # formula's error in lower dtypes how badly conditioned a small kernel value's quotient is.

@@ -108,6 +108,8 @@ def multiplicative(
 
 def _centre(query: Tensor, visible: Tensor, j: Tensor, w_p: Tensor, v_p: Tensor) -> Tensor:
     j = j.expand_as(visible)
+    if not j.shape[-1]:  # no key to point at
+        return query.new_zeros(*query.shape[:-1], 1)
     first = torch.where(visible, j, j.shape[-1]).amin(-1, keepdim=True)
     last = torch.where(visible, j, -1).amax(-1, keepdim=True)
     inside = torch.tanh(torch.einsum("had,bhid->bhia", w_p, query))

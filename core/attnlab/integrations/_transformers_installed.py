@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
+from attnlab.engines import unit_length
 from attnlab.errors import UnsupportedRequest
 from attnlab.integrations._facts_of_calls import FactsOfCalls
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
@@ -79,7 +79,7 @@ class InstalledAttention(nn.Module):
         if layer_call.offset is not None:
             asked["offset"] = layer_call.offset
         if self.attention.qk_l2norm:
-            query, key = normalize(query, dim=-1), normalize(key, dim=-1)
+            query, key = unit_length(query), unit_length(key)
         if source is not None:
             if source.shape[1] != key.shape[2]:
                 raise UnsupportedRequest(

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnlab._module_arguments import placement, variant_of
+from attnlab.engines import unit_length
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
 from attnlab.interface import Attention
@@ -150,7 +150,7 @@ class TimmAttention(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, D]
         query, key = self.q_norm(query), self.k_norm(key)
         if self.attention.qk_l2norm:
-            query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+            query, key = unit_length(query), unit_length(key)
         if self.gates:
             asked["gates"] = self.gates(x)
         out = self.attention(query, key, value, **asked).out.transpose(1, 2).flatten(2)  # [B, L, H * D]

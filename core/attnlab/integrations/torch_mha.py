@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from attnlab._module_arguments import check_input, check_widths, plain_weight, variant_of
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
+from attnlab.engines import unit_length
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import Sizes, translated
 from attnlab.integrations._torch_nested import Padded
@@ -285,7 +286,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             for x in self._projected(query, key, value)
         )
         if self.attention.qk_l2norm:
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            q, k = unit_length(q), unit_length(k)
         k, v = self._with_appended(k, v)
         if self.gates:
             asked["gates"] = self.gates(key)

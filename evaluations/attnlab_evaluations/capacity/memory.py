@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import attnlab
 from attnlab import Attention, GateProjections, UnsupportedRequest
+from attnlab.engines import unit_length
 from attnlab_evaluations.capacity.task import Sequences
 
 
@@ -61,7 +62,7 @@ class AssociativeMemory(nn.Module):
         key = self.key_projection(pairs)[:, None]  # [B, 1, L, D]
         query = self.query_projection(self.table).expand(len(v), 1, -1, -1)  # [B, 1, N, D]
         if self.unit_length:
-            key, query = F.normalize(key, dim=-1), F.normalize(query, dim=-1)
+            key, query = unit_length(key), unit_length(query)
         gates = self.gate_projections(pairs)
         scale = 1.0 if self.unit_length and self.attention.capabilities.scale else None
         out: Tensor = self.attention(query, key, v[:, None], gates=gates or None, scale=scale).out

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import attnlab
 from attnlab import Attention, GateProjections, PrecomputedKeys, ScoreAttention, UnsupportedRequest
+from attnlab.engines import unit_length
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SourceAttention(nn.Module):
         value = key if self.shared_value else annotations[:, None]
         gates = {} if self.gate_projections is None else self.gate_projections(annotations)
         if self.unit_length:
-            key = F.normalize(key, dim=-1)
+            key = unit_length(key)
         known: Tensor | PrecomputedKeys = key
         if isinstance(self.attention, ScoreAttention):  # its work on the keys is the same at every step
             known = self.attention.precompute(key, key_lengths=lengths)
@@ -114,7 +114,7 @@ class SourceAttention(nn.Module):
                 )
             return memory.final[:, None].expand(-1, query.shape[1], -1), None
         if self.unit_length:
-            query = F.normalize(query, dim=-1)
+            query = unit_length(query)
         more: dict[str, Any] = {"key_lengths": memory.lengths, "need_weights": need_weights}
         if memory.gates:
             more["gates"] = memory.gates

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attnlab_plugins.linearised.polynomials import in_range
+
 COORDINATE_MAPS = ("elu", "relu", "squared_relu", "exp")
 
 
@@ -17,7 +19,7 @@ def of_coordinates(kind: str, x: Tensor, role: Literal["query", "key"]) -> Tenso
     if kind == "relu":
         return torch.relu(x)
     if kind == "squared_relu":
-        return torch.relu(x).square()
+        return torch.relu(in_range(x)).square()
     if role == "query":
         return exp_below_top(x)
     return torch.exp(x.clamp(max=largest_exponent(x.dtype)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,11 @@ from attnlab_plugins.linearised.favor import default_features, draw_rows, favor
 from attnlab_plugins.linearised.hedgehog import hedgehog
 from attnlab_plugins.linearised.polynomials import cosine, dpfp, taylor
 
+# The rows of favor for the call of this thread, as another may redraw them meanwhile.
+_rows: ContextVar[Tensor | None] = ContextVar("rows", default=None)
+_counting = Lock()
+_MOST_TICKETS = 256  # forwards whose backward may still come
+
 FEATURE_MAPS = (*COORDINATE_MAPS, "taylor", "dpfp", "cosine", "favor", "hedgehog", "cosformer")
 # Which map an option belongs to, and the least that it may be.
 OPTIONS: Mapping[str, tuple[str, int]] = {
@@ -26,6 +33,9 @@ OPTIONS: Mapping[str, tuple[str, int]] = {
     "redraw_interval": ("favor", 1),
     "max_length": ("cosformer", 1),
 }
+# Maps whose features are as small as their token: a derivative would grow as the token shrinks, so the normaliser is held to a least.
+HOMOGENEOUS = ("relu", "squared_relu", "dpfp", "cosformer")
+LEAST_TOTAL = 1e-6
 ALL_ZERO = "all kernel values of a query can be exactly 0 under {}; its output is then 0"
 # Maps whose normaliser can vanish.
 VANISHING: Mapping[str, str] = {
@@ -53,18 +63,19 @@ class LinearisedAttention(FeatureMapAttention):
 
     - `"taylor"`: `[1, x', (x' (x) x') / sqrt(2)]` with `x' = x / D^(1/4)`, P = 1 + D + D^2; Arora et al. 2024, "Simple linear
       attention language models balance the recall-throughput tradeoff" (Based), section 4.1. The kernel is the second-order
-      Taylor polynomial of the softmax's, `1 + s + s^2 / 2` with `s = q^T k / sqrt(D)`: at least 1/2, so nothing vanishes.
+      Taylor polynomial of the softmax's, `1 + s + s^2 / 2` with `s = q^T k / sqrt(D)`: at least 1/2, so nothing vanishes. Computed in float64, as its
+      sums of D^2 products cancel.
     - `"dpfp"`: `r * roll(r, i)` for i = 1 .. `nu`, `r = [relu(x), relu(-x)]`, P = 2 D nu; Schlag et al. 2021, "Linear Transformers
       Are Secretly Fast Weight Programmers", eq. 37 and 38. `nu` (default 1) is below 2 D there; beyond,
       indices wrap. Keys may meet none of a query's features.
-    - `"cosine"`: `[1, x / |x|]`, P = 1 + D; Li et al. 2020, "Linear Attention Mechanism", the first-order Taylor polynomial of
+    - `"cosine"`: `[1, x / max(|x|, 1e-3)]`, P = 1 + D; Li et al. 2020, "Linear Attention Mechanism", the first-order Taylor polynomial of
       the softmax's kernel for unit vectors, `1 + cos(q, k)`. It is 0 for opposite vectors, and 1 where either is 0. Where all
       that a query sees lies opposite to it, the quotient is of rounding errors: finite, and without a meaning.
     - `"favor"`: `exp(w x' - |x'|^2 / 2) / sqrt(m)`, P = m = `num_features` (default `D ln D`, and D at least); Choromanski et al.
       2020, "Rethinking Attention with Performers", lemma 1. The m rows of the buffer `w [m, D]`, one for all heads, are Gaussian
       vectors, orthogonal in blocks of D; they come from `seed` (default 0). The kernel is the softmax's in the mean over
       seeds. `redraw_interval=n` draws anew after every n calls in training of which autograd keeps a record (none is counted
-      that goes on from a state, or that `torch.utils.checkpoint` repeats), `redraw()` by hand: the next of the draws that the
+      that goes on from a state, or that `torch.utils.checkpoint` repeats, which gets the features of its forward), `redraw()` by hand: the next of the draws that the
       seed determines. A state made before sums other features, and is refused. The buffer `drawn` holds the draw's number and the calls
       since. Keys with `|k|^2 / (2 sqrt(D))` above 80 to 105, by D, underflow in float32.
     - `"hedgehog"`: `[softmax(W x + b), softmax(-(W x + b))]`, P = 2 D; Zhang et al. 2024, "The Hedgehog & the Porcupine", section
@@ -75,7 +86,9 @@ class LinearisedAttention(FeatureMapAttention):
       (default 1024). It would be negative for positions more than M apart, so more than M queries or keys, the past included,
       are refused, and offsets that lead further. Keys may meet none of a query's features.
 
-    A query whose kernel values sum to 0 or nearly underflow (below 10^-33 in float32) gets 0. All but hedgehog are parameter-free.
+    Under relu, squared_relu, dpfp and cosformer the normaliser is at least 10^-6, as in cosFormer's code: so a query with small features
+    gets less, 0 at 0, and its derivative is bounded. Under the others a query whose kernel values sum to 0 or nearly underflow (below
+    10^-33 in float32) gets 0. All but hedgehog are parameter-free.
     """
 
     name = "linearised"
@@ -131,6 +144,7 @@ class LinearisedAttention(FeatureMapAttention):
             self.register_buffer("w", rows)
             self.register_buffer("drawn", torch.zeros(2, dtype=torch.int64))
             self._since: int | None = 0
+            self._tickets: dict[int, Tensor] = {}  # the last forwards in training, and the rows that each had
             if redraw_interval is not None:
                 why = f"features are drawn anew every {redraw_interval} calls in training"
                 self.narrow(deterministic=why, compiles=why, exports=why)
@@ -143,6 +157,8 @@ class LinearisedAttention(FeatureMapAttention):
             self._default(max_length=1024)
             self.refuses_more = self.shift_invariant = True
             self.narrow(position_free="cosformer weights a pair by the distance of its positions")
+        if feature_map in HOMOGENEOUS:
+            self.least_total = LEAST_TOTAL
         if feature_map in VANISHING:
             self.narrow(normalised=VANISHING[feature_map])
         self.reset_parameters()
@@ -177,11 +193,35 @@ class LinearisedAttention(FeatureMapAttention):
             self.drawn = torch.tensor([number, 0], device=self.drawn.device)
         self._since = 0
 
-    def _count_call(self, call: Call, recorded: bool) -> None:
-        """Redraw where it is due. A past that is summed up keeps its features, a recomputation within a backward as well."""
-        continues = call.state is not None and call.state.length > 0
-        if not self.training or not recorded or continues or torch._C._current_graph_task_id() != -1:
-            return
+    def _rows_of_call(self, call: Call, recorded: bool) -> Tensor:
+        """`w` for the whole of a call: redrawn where that is due, and for a recomputation within a backward what its forward had.
+
+        A forward is known by a number from torch's generator, which `torch.utils.checkpoint` restores before it repeats the forward.
+        """
+        if not self.training or torch._C._functorch.maybe_current_level() is not None:
+            return self.w
+        ticket = int(torch.randint(1 << 62, (), device="cpu"))
+        with _counting:
+            if torch._C._current_graph_task_id() != -1:
+                return self._rows_of_forward(ticket)
+            continues = call.state is not None and call.state.length > 0
+            if recorded and not continues:
+                self._count_call()
+            if len(self._tickets) >= _MOST_TICKETS:
+                del self._tickets[next(iter(self._tickets))]
+            self._tickets[ticket] = self.w
+            return self.w
+
+    def _rows_of_forward(self, ticket: int) -> Tensor:
+        rows = self._tickets.get(ticket)
+        if rows is None and any(other is not self.w for other in self._tickets.values()):
+            raise InvalidInput(
+                f"{self.name}: a forward is computed again in a backward, features were drawn anew since, and which it had is not known; "
+                "checkpoint it with preserve_rng_state=True"
+            )
+        return self.w if rows is None else rows.to(self.w)
+
+    def _count_call(self) -> None:
         if self._since is None:
             self._since = int(self.drawn[1])
         if self._since >= self.options["redraw_interval"]:
@@ -196,6 +236,12 @@ class LinearisedAttention(FeatureMapAttention):
         if kept is not None and torch.finfo(self.w.dtype).bits < 32:
             self.w = kept.to(self.w.device)
         return applied
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        if "_tickets" in kept:  # graphs that were made belong to this object
+            kept["_tickets"] = {}
+        return kept
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -212,10 +258,14 @@ class LinearisedAttention(FeatureMapAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         if self.kind == "cosformer":
             require_near(self.name, call.visibility, self.options["max_length"])
-        elif self.options["redraw_interval"] is not None and torch.is_grad_enabled():
-            recorded = query.requires_grad or key.requires_grad or value.requires_grad
-            self._count_call(call, recorded)
-        return super().attend(query, key, value, call)
+        if self.options["redraw_interval"] is None:
+            return super().attend(query, key, value, call)
+        wanted = query.requires_grad or key.requires_grad or value.requires_grad
+        before = _rows.set(self._rows_of_call(call, torch.is_grad_enabled() and wanted))
+        try:
+            return super().attend(query, key, value, call)
+        finally:
+            _rows.reset(before)
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
         kind = self.kind
@@ -228,11 +278,16 @@ class LinearisedAttention(FeatureMapAttention):
         if kind == "cosine":
             return cosine(x)
         if kind == "favor":
-            return favor(x, self.w, role)
+            rows = None if self.options["redraw_interval"] is None else _rows.get()
+            return favor(x, self.w if rows is None else rows, role)
         if kind == "hedgehog":
             own = (self.W_q, self.b_q) if role == "query" else (self.W_k, self.b_k)
             return hedgehog(x, *own)
         return cosformer(x, positions, self.options["max_length"])
+
+    def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # Its kernel is at least 1/2, a sum of D^2 products that may be a million: float32 would leave no digit of it.
+        return torch.float64 if self.kind == "taylor" else super().sums_dtype(dtype)
 
     def kept_from(self) -> dict[str, Tensor]:
         if self.kind == "favor":
