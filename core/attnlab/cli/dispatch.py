@@ -133,6 +133,7 @@ def _arguments_of_a_plugin(
             f"{name}: the command's arguments cannot be used: {words_of(error)}{hint}"
         ) from error
     except BaseException as error:
+        # A stranger's code made these arguments and reads them: it may raise anything.
         raise PluginError(
             f"{name}: the command's arguments cannot be used: {type(error).__name__}: {words_of(error)}"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -392,105 +391,6 @@ def test_a_bad_registration_changes_nothing(
     assert registry.names() == ["x"]
     with pytest.raises(InvalidInput, match=r"expected a class that derives from attnlab\.Attention, got 3"):
         registry.register("mine", 3)  # type: ignore[arg-type]
-
-
-class NothingWritten(attnlab.Attention):
-    capabilities = attnlab.Capabilities(backward=True)
-
-
-class NoScores(attnlab.ScoreAttention):
-    pass
-
-
-class Abstract(attnlab.Attention, metaclass=abc.ABCMeta):
-    @abc.abstractmethod
-    def attend(self, query: Any, key: Any, value: Any, call: Any) -> Any: ...
-
-
-@pytest.mark.parametrize(
-    ("thing", "words"),
-    [
-        (dict, "got the class dict"),
-        (torch.nn.Linear, "got the class Linear"),
-        (attnlab.MultiHeadAttention, "got the class MultiHeadAttention"),
-        (torch.nn.Linear(2, 2), "got a Linear"),
-        (lambda **sizes: None, "got a function"),
-        ("additive", "got 'additive'"),
-        (None, "got None"),
-        (attnlab.Attention, "got the class Attention itself"),
-        (NothingWritten, "NothingWritten writes no attend"),
-        (
-            attnlab.ScoreAttention,
-            "ScoreAttention writes no scores or inner_product or attend",
-        ),
-        (NoScores, "NoScores writes no scores"),
-        (attnlab.FeatureMapAttention, "FeatureMapAttention writes no feature_map or attend"),
-        (attnlab.RecurrentAttention, "RecurrentAttention writes no update or scan or attend"),
-        (Abstract, "Abstract leaves attend abstract"),
-    ],
-)
-def test_what_is_no_variant_is_refused_at_once(
-    make: Callable[..., Registry], thing: Any, words: str
-) -> None:  # F15
-    registry = make()
-    before = registry.names()
-    for replaces, name in ((False, "mine"), (True, "x")):
-        with pytest.raises(
-            InvalidInput,
-            match=rf"^register: {name}: (expected a class that derives from attnlab.Attention, )?{words}",
-        ):
-            registry.register(name, thing, replaces=replaces)
-    assert registry.names() == before
-    assert registry.info("x").layer == "named"
-
-
-def test_an_instance_is_refused_with_what_to_give(make: Callable[..., Registry]) -> None:  # F15
-    registry = make()
-    with pytest.raises(InvalidInput, match="got an instance of Mean; give the class itself"):
-        registry.register("mine", registry.create("x", **DIMS))  # type: ignore[arg-type]
-
-
-def test_a_registered_class_may_require_modules_by_either_way(make: Callable[..., Registry]) -> None:
-    registry = make()
-    mean = registry.variant_class("x")
-    registry.register("y", mean, requires=iter(["no_such_kernels"]))
-    registry.register("z", mean, requires={"no_such_kernels": "no-such"})
-    assert str(registry.info("y").unavailable).endswith("pip install no_such_kernels")
-    assert str(registry.info("z").unavailable).endswith("pip install no-such")
-
-
-@pytest.mark.parametrize(
-    "raised",
-    [
-        "BaseException('gone')",
-        "GeneratorExit()",
-        "SystemExit(3)",
-        "__import__('asyncio').CancelledError()",
-        "type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})()",
-        "type('Mute', (BaseException,), {'__str__': lambda self: exit()})()",
-        "type('Mute', (ImportError,), {'__str__': lambda self: 3})()",
-    ],
-)
-@pytest.mark.parametrize("where", ["import", "making"])
-def test_whatever_a_plugin_raises_is_its_own_error(
-    make: Callable[..., Registry], write: Write, raised: str, where: str
-) -> None:  # F43
-    code = f"raise {raised}\n"
-    if where == "making":
-        code = MEAN + f"\nclass Bad(Mean):\n    def __init__(self, **sizes):\n        raise {raised}\n"
-    write("bad.py", code)
-    registry = Registry.from_files(write("bad.yaml", HEAD + "  bad: {target: 'bad.py:Bad'}\n"))
-    with pytest.raises((PluginError, VariantUnavailable), match="bad"):
-        registry.create("bad", **DIMS)
-
-
-def test_a_target_that_is_removed_after_it_was_loaded_goes_on_serving(write: Write) -> None:  # F43
-    file = write("plug.py", MEAN)
-    registry = Registry.from_files(write("reg.yaml", HEAD + "  x: {target: 'plug.py:Mean'}\n"))
-    registry.create("x", **DIMS)
-    file.unlink()
-    assert registry.create("x", **DIMS).name == "x"
-    assert "there is no such file" in str(registry.info("x").unavailable)
 
 
 def test_a_device_that_torch_alone_can_tell_of_is_asked_for_before_the_module_runs(
