@@ -112,16 +112,17 @@ def split_options(given: str) -> tuple[str, dict[str, Any]]:
 
 
 def with_check_options(name: str) -> list[str]:
-    """The name, and the name with each setting of its class's `check_options` that its registry row does not fix itself.
+    """The name, and the name with each setting of its class's `check_options`: options off their defaults, a tuple of mappings.
 
-    A class states in `check_options` which values of its options differ in what they compute: a tuple of mappings.
+    They belong to the row that has the class as its target; a preset of it is one instance of its own.
     """
     import attnlab
 
     registry = attnlab.default_registry()
-    fixed = set(registry.options_of(name))
+    if registry.info(name).extends is not None:
+        return [name]
     settings: tuple[Mapping[str, Any], ...] = getattr(registry.variant_class(name), "check_options", ())
-    return [name, *(f"{name} {json.dumps(dict(s))}" for s in settings if not fixed & set(s))]
+    return [name, *(f"{name} {json.dumps(dict(one))}" for one in settings)]
 
 
 HEADS: tuple[Heads, ...] = ((None, None), (None, 1), (1, 1))

@@ -137,10 +137,6 @@ class Registry:
         dims = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
         return make(entry, cls, {**dims, "key_dim": key_dim, "value_dim": value_dim}, options)
 
-    def options_of(self, name: str) -> dict[str, Any]:
-        """The options that the row of `name` sets, inherited ones included; what it leaves to the class (null) is left out."""
-        return {k: v for k, v in self._entry(name).facts.get("options", {}).items() if v is not None}
-
     def register(
         self, name: str, target_class: type, *, summary: str = "", replaces: bool = False, **facts: Any
     ) -> None:

@@ -205,6 +205,8 @@ def _statistics(scope: Scope) -> Iterable[Case]:
     for labels in ((), ("causal",)):
         yield case(*labels, **sizes, query_length=24, key_length=8)
         yield case(*labels, **sizes, query_length=8, key_length=8)
+    for dtype in (d for d in scope.dtypes if d != scope.base):
+        yield case(**{**sizes, "dtype": dtype}, query_length=8, key_length=8)
     for more in (("bias", "scale"), ("softcap", "sinks", "key_mask_holes"), ("mask", "score_mod")):
         yield case(*declared(scope, *more), **sizes, query_length=8, key_length=8)
     if not scope.quick:

@@ -132,9 +132,9 @@ def _gates(x: Inputs) -> Arguments:
 
 
 def _taking_turns(x: Tensor) -> Tensor:
-    """Ids `[B, L]` of three segments whose tokens take turns; the numbers are large and say nothing of their order."""
+    """Ids `[B, L]` of three segments whose tokens take turns; in one or two bytes they are one number."""
     turn = torch.arange(x.shape[2], device=x.device).repeat(x.shape[0], 1)
-    ids = torch.tensor([10**6, 3, 77], device=x.device)[turn % 3]
+    ids = torch.tensor([3 + 2**16, 3, 3 + 2**8], device=x.device)[turn % 3]
     return ids.masked_fill(turn == 4, -1)
 
 
@@ -149,6 +149,13 @@ def _lengths_apart(x: Inputs) -> Arguments:
     lengths = torch.full((x.key.shape[0],), x.key.shape[2], dtype=torch.int32)
     lengths[0] = 3
     return {"key_lengths": lengths}
+
+
+def _least_bias(x: Inputs) -> Arguments:
+    """The least finite number for every key of the third row, 0 elsewhere: it hides nothing, -inf does."""
+    bias = x.query.new_zeros(1, 1, x.query.shape[2], x.key.shape[2])
+    bias[:, :, 2:3] = torch.finfo(x.query.dtype).min
+    return {"bias": bias}
 
 
 def _offsets_apart(x: Inputs) -> Arguments:
@@ -173,6 +180,7 @@ EDGES: Mapping[str, Edge] = {
     "window=(None, 2)": _fixed("window", window=(None, 2)),
     "window=(70, 5) of many": _fixed("window", sizes=_MANY, window=(70, 5)),
     "window=(None, 37) of many": _fixed("window", sizes=_MANY, window=(None, 37)),
+    "window past 32 bits": _fixed("window", window=(2**40, 2**40)),
     "offset=0 and more keys": _fixed("causal", "cross_lengths", sizes=_SHORT, causal=True, offset=0),
     "offset=0 and more queries": _fixed("causal", "cross_lengths", sizes=_LONGER, causal=True, offset=0),
     "offset=99": _fixed("causal", causal=True, offset=99),
@@ -186,6 +194,7 @@ EDGES: Mapping[str, Edge] = {
     "sinks=-inf": Edge(("sinks",), lambda x: {"sinks": x.query.new_full((x.query.shape[1],), -torch.inf)}),
     "sinks=0": Edge(("sinks",), lambda x: {"sinks": x.query.new_zeros(x.query.shape[1])}, ("mask",)),
     "bias of zeros": Edge(("bias",), lambda x: {"bias": x.query.new_zeros(1, 1, 1, 1)}),
+    "bias of the least number": Edge(("bias",), _least_bias, ("causal",)),
     "bias per row": _shaped("bias", lambda x: (1, 1, x.query.shape[2], 1)),
     "bias per head": _shaped("bias", lambda x: (x.query.shape[0], x.query.shape[1], 1, 1), "causal"),
     "bias per item": _shaped("bias", lambda x: (x.query.shape[0], 1, x.query.shape[2], x.key.shape[2])),

@@ -275,6 +275,8 @@ def _double(scope: Scope) -> Iterable[Case]:
     sizes = {"dtype": "float64", "needs": ("backward",), "batch": 1, "query_length": 4, "key_length": 4}
     yield case(**sizes)
     yield case("causal", **sizes)
+    for labels in (("softcap",), ("bias", "sinks"), ("gqa",)):
+        yield case(*declared(scope, *labels), **sizes, note=" ".join(labels))
 
 
 def _strided(scope: Scope) -> Iterable[Case]:

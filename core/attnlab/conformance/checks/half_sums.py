@@ -136,14 +136,21 @@ def _cancelling(like: Tensor, width: int, seed: int) -> Tensor:
 
 def _sums(scope: Scope) -> Iterable[Case]:
     steps = scope.stepwise  # whose definition walks over the keys for each query
-    longest, wide, square = (256, 32, 72) if steps else (2048, 64, 192)
-    sizes: dict[str, Any] = {"head_dim": wide, "key_dim": wide, "value_dim": wide, "batch": 1}
+    longest, square = (256, 72) if steps else (1024, 96)
+    sizes: dict[str, Any] = {"head_dim": 32, "key_dim": 32, "value_dim": 32, "batch": 1}
+    far = {"head_dim": 64, "key_dim": 64, "value_dim": 64}  # whose scale is a power of two
     for dtype in (d for d in HALF if d in scope.dtypes):
         one = {**sizes, "dtype": dtype}
         for note in (CANCELLING, UNEQUAL, FAR) if scope.family == "score" else (CANCELLING, UNEQUAL):
             for length in (64,) if note == FAR else (longest,) if scope.quick else (64, longest):
-                rows = 2 if steps else 24
-                c = case(**one, note=note, query_length=rows, key_length=length, needs=("cross_lengths",))
+                rows = 2 if steps else 16
+                c = case(
+                    **{**one, **(far if note == FAR else {})},
+                    note=note,
+                    query_length=rows,
+                    key_length=length,
+                    needs=("cross_lengths",),
+                )
                 if not scope.capabilities.cross_lengths:
                     c = replace(c, query_length=min(length, 256), key_length=min(length, 256), needs=())
                 yield c

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnlab.capabilities import DTYPES
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, NotApplicable, Scope
+from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.derivatives import direction_for, gradients
 from attnlab.conformance.inputs import Inputs, draw, reduction_terms
 from attnlab.conformance.messages import demand, demand_close
@@ -381,7 +382,8 @@ def _batches(scope: Scope) -> Iterable[Case]:
     )
     for label in ((), *((x,) for x in labels)):
         yield case(*label, dtype=scope.base, batch=3)
-    yield case("query_lengths", "key_lengths", dtype=scope.base, batch=3)
+    yield case("query_lengths", "key_lengths", dtype=scope.base, batch=5)
+    yield case("key_mask_left", dtype=scope.base, batch=5)
 
 
 def _heads(scope: Scope) -> Iterable[Case]:
@@ -409,6 +411,7 @@ def _groups(scope: Scope) -> Iterable[Case]:
 def _modes(scope: Scope) -> Iterable[Case]:
     for labels in ((), ("causal",), ("mask",), ("key_mask_left",), ("gqa",)):
         yield case(*labels, dtype=scope.base)
+    yield case(*declared(scope, "window", "bias", "softcap", "sinks"), dtype=scope.base)
     yield case("causal", dtype=scope.base, query_length=70, key_length=70)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlab.conformance.cases import Case, case
 from attnlab.conformance.check import Check, Scope
+from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks._stepping import (
     ADVICE,
     NEEDS,
@@ -245,6 +246,7 @@ def _long(scope: Scope) -> Iterable[Case]:
     if not scope.quick:
         yield case("causal", "key_mask_holes", needs=NEEDS, **sized(140))
         yield case("causal", "left_window", needs=NEEDS, **sized(140))
+        yield case("causal", *declared(scope, "bias", "sinks", "mask_mod"), needs=NEEDS, **sized(140))
         yield case(needs=("state",), **sized(140))
         yield case("causal", needs=NEEDS, **sized(530))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.conformance.mutants._textbook import Mutant, TextbookAttention, TextbookDelta, TextbookLinear
+from attnlab.state import RecurrentState
 
 OWNER = "half_precision_is_summed_in_float32"
 
@@ -26,13 +27,13 @@ def summed_in(dtype: torch.dtype, terms: Tensor, dim: int, tile: int = 1) -> Ten
 
 
 class _Narrow(TextbookAttention):
-    """`narrow` is the dtype of the sum, where query has it."""
+    """`lower` is the dtype of the sum, where query has it."""
 
-    narrow: ClassVar[torch.dtype] = torch.bfloat16
+    lower: ClassVar[torch.dtype] = torch.bfloat16
     here: bool = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        self.here = query.dtype == self.narrow
+        self.here = query.dtype == self.lower
         return super().attend(query, key, value, call)
 
 
@@ -41,7 +42,7 @@ class SumsValuesByTiles(_Narrow):
         if not self.here:
             return super().mixed(weights, v, visible)
         parts = [w @ x for w, x in zip(weights.split(16, -1), v.split(16, -2), strict=True)]
-        return summed_in(self.narrow, torch.stack(parts), 0)[0]
+        return summed_in(self.lower, torch.stack(parts), 0)[0]
 
 
 class SumsTheNormaliser(_Narrow):
@@ -51,7 +52,7 @@ class SumsTheNormaliser(_Narrow):
             return weights, lse
         e = torch.exp(torch.where(visible, s - s.amax(-1, keepdim=True), -torch.inf))
         right = e.sum(-1, keepdim=True)
-        return torch.where(right > 0, weights * right / summed_in(self.narrow, e, -1, 4), 0), lse
+        return torch.where(right > 0, weights * right / summed_in(self.lower, e, -1, 4), 0), lse
 
 
 class SumsScores(_Narrow):
@@ -59,7 +60,7 @@ class SumsScores(_Narrow):
         if not self.here:
             return super().scores(q, k, call)
         parts = [a @ b.transpose(-1, -2) for a, b in zip(q.split(8, -1), k.split(8, -1), strict=True)]
-        return summed_in(self.narrow, torch.stack(parts), 0)[0]
+        return summed_in(self.lower, torch.stack(parts), 0)[0]
 
 
 class StoresScores(_Narrow):
@@ -67,58 +68,58 @@ class StoresScores(_Narrow):
 
     def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         s = super().scores(q, k, call)
-        return s.to(self.narrow).to(s.dtype) if self.here else s
+        return s.to(self.lower).to(s.dtype) if self.here else s
 
 
 class MemoryOfHalf(TextbookDelta):
     """The memory is rounded after each token."""
 
-    narrow: ClassVar[torch.dtype] = torch.bfloat16
+    lower: ClassVar[torch.dtype] = torch.bfloat16
     here: bool = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
-        self.here = query.dtype == self.narrow
+        self.here = query.dtype == self.lower
         return super().attend(query, key, value, call)
 
     def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         after = super().update(memory, key, value, gates)
-        return after.to(self.narrow).to(after.dtype) if self.here else after
+        return after.to(self.lower).to(after.dtype) if self.here else after
 
 
 class MemoryOfHalfBetweenCalls(TextbookDelta):
     """The memory is float32 by its dtype, and rounded whenever a call begins."""
 
-    narrow: ClassVar[torch.dtype] = torch.bfloat16
+    lower: ClassVar[torch.dtype] = torch.bfloat16
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
         answer = super().attend(query, key, value, call)
-        if answer.state is not None and query.dtype == self.narrow:
+        if isinstance(answer.state, RecurrentState) and query.dtype == self.lower:
             held = answer.state.memory
-            answer.state.memory = held.to(self.narrow).to(held.dtype)
+            answer.state.memory = held.to(self.lower).to(held.dtype)
         return answer
 
 
 class FeaturesAreSummedInHalf(TextbookLinear):
     """Plain calls: the normaliser's sum over keys is taken in half precision."""
 
-    narrow: ClassVar[torch.dtype] = torch.bfloat16
+    lower: ClassVar[torch.dtype] = torch.bfloat16
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
         answer = super().attend(query, key, value, call)
-        if query.dtype != self.narrow or call.visibility is not None or call.state is not None:
+        if query.dtype != self.lower or call.visibility is not None or call.state is not None:
             return answer
         group = self.num_heads // self.num_kv_heads
         where = torch.arange(key.shape[2])
         phi = self.feature_map(key.float(), role="key", positions=where).repeat_interleave(group, 1)
         asked = self.feature_map(query.float(), role="query", positions=where[: query.shape[2]])
-        right, narrow = phi.sum(2, keepdim=True), summed_in(self.narrow, phi, 2)
-        share = (asked * right).sum(-1, keepdim=True) / (asked * narrow).sum(-1, keepdim=True)
+        right, lower = phi.sum(2, keepdim=True), summed_in(self.lower, phi, 2)
+        share = (asked * right).sum(-1, keepdim=True) / (asked * lower).sum(-1, keepdim=True)
         return answer._replace(out=(answer.out.float() * share).to(answer.out.dtype))
 
 
 def _both(variant: type[Any], story: str) -> tuple[Mutant, Mutant]:
     """The mutant in bfloat16, and in float16."""
-    other = type(f"{variant.__name__}Float16", (variant,), {"narrow": torch.float16, "__module__": __name__})
+    other = type(f"{variant.__name__}Float16", (variant,), {"lower": torch.float16, "__module__": __name__})
     return Mutant(variant, OWNER, f"{story}, bfloat16"), Mutant(other, OWNER, f"{story}, float16")
 
 
