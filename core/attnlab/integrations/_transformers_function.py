@@ -16,7 +16,7 @@ from attnlab.call import AttentionOutput, call_signature
 from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
-from attnlab.integrations._transformers_masks import asked_of
+from attnlab.integrations._transformers_masks import asked_of, rule_of
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
 
@@ -217,6 +217,7 @@ def _put_mask(
         raise InvalidInput(
             f"{attention.name}: attention_mask must be a tensor or None, got {type(mask).__name__}"
         )
+    mask = rule_of(mask)
     if mask.dtype != torch.bool:
         bias = bias_of(mask)
         asked["bias"] = bias if "bias" not in asked else asked["bias"] + bias

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,20 +17,20 @@ from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.catalogue import create
 from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest
+from attnlab.integrations._snapshot import unless_it_fails
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
+from attnlab.integrations._transformers_check import check_exact
+from attnlab.integrations._transformers_configs import choose, put, put_back
 from attnlab.integrations._transformers_function import Callee, ModelFunction, check_positions
 from attnlab.integrations._transformers_layers import (
     LayerSizes,
     attention_layers,
-    choose,
     cross_source,
-    implementations,
-    put,
-    put_back,
+    others_than,
+    queries_of,
     sizes_of_layers,
     source_of,
 )
-from attnlab.integrations._transformers_names import by_name
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
 from attnlab.modules import GateProjections
@@ -38,8 +39,7 @@ from attnlab.modules import GateProjections
 IMPLEMENTATION = (
     "attnlab_installed, by attnlab: pip install attnlab, then attnlab.integrations.transformers.load(folder)"
 )
-_LEFT = "_attnlab_left"  # on layers that were left as they are
-_REST = "dot_product"  # exact: what layers without a variant compute
+_HELD = "_attnlab_configs"  # where a model keeps which of its modules hold copies of configs
 
 
 class InstalledAttention(nn.Module):
@@ -78,8 +78,7 @@ class InstalledAttention(nn.Module):
         if cross_source(kwargs) is None:
             self._layer = state_layer(given, number)
         elif not self.capabilities.position_free:
-            queries: Tensor = args[0] if args else kwargs["hidden_states"]
-            self._offset = first_position(given, number, queries.shape[1])
+            self._offset = first_position(given, number, queries_of(args, kwargs).shape[1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
         """The arguments of `Attention.forward`."""
@@ -133,11 +132,14 @@ def install(
     `variant` is a registered name with its `options`, or a mapping such as `{"name": "sliding_window", "left": 255}`.
     Each layer gets an instance of its own as the child `attnlab`: it is trained, moved, copied and saved with the model, and
     `save_pretrained` writes the choice into `config.json`, so that `load(folder)` makes it again. Layers that do not match
-    `layers`, glob patterns such as `"decoder.*.self_attn"`, compute what they did, by `dot_product`.
+    `layers`, glob patterns such as `"decoder.*.self_attn"`, compute what they did, by their own implementation and masks.
 
-    The sizes of the layers are seen in one forward of `example`, keyword arguments of the model; by default it is made up
-    from the config. A variant that was there is replaced. Raises what `attnlab.create` raises, and `InvalidInput` where no
-    layer matches or the forward fails; the model is then as it was.
+    The model holds a copy of its config from then on, until `uninstall`: another model that shares the config is not touched.
+    The sizes of the layers are those that the layers state; where some do not, one forward of inputs made up from the config shows them.
+    With `example`, keyword arguments of the model, they are those of a forward on it, and the model has to give there, with the
+    exact `dot_product` in these layers, what it gives without. A variant that was there is replaced. Raises what `attnlab.create`
+    raises, `InvalidInput` where no layer matches or a forward fails, and `UnsupportedRequest` where the model gives something
+    else on the example; the model is then as it was.
     """
     chosen = storable("install", choice("install", variant, options))
     found = list(attention_layers(model))
@@ -148,36 +150,25 @@ def install(
             f"install: no attention layer of {type(model).__name__} matches {', '.join(patterns)}; it has "
             f"{', '.join(found) or 'none that asks for an implementation'}"
         )
-    seen = sizes_of_layers(model, example)
-    silent = [path for path in wanted if path not in seen]
-    if silent:
-        raise InvalidInput(
-            f"install: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
-            "example={...} that reaches them, or choose layers without them"
-        )
-    made = _made(chosen, {path: seen[path] for path in wanted})
-    layers_before = _held(model)
-    try:
-        former = _detach(model)
-        before = model.__dict__.get("_attnlab_before", {}) if former else implementations(model)
+    with unless_it_fails(model):
+        uninstall(model)
+        sizes = sizes_of_layers(model, wanted, example)
+        made = _made(chosen, sizes)
+        if example is not None:
+            check_exact("install", model, {path: model.get_submodule(path) for path in wanted}, example)
         _attach(model, made)
-        _choose(model)
-    except BaseException:
-        # Whatever ends it, an interrupt too: every layer holds what it held, and the error passes on.
-        _hold(layers_before)
-        raise
-    model.__dict__["_attnlab_before"] = before
-    model.config.attnlab = {"variant": chosen, "layers": {path: seen[path]._asdict() for path in wanted}}
-    model.config.attn_implementation = IMPLEMENTATION
+        _choose(
+            model, {"variant": chosen, "layers": {path: found._asdict() for path, found in sizes.items()}}
+        )
     return wanted
 
 
 def uninstall(model: PreTrainedModel) -> list[str]:
-    """Take every installed variant out of `model` and put its implementation back; the paths of the layers it was in."""
-    paths = _detach(model)
-    if getattr(model.config, "attnlab", None) is not None:
-        put_back(model, model.__dict__.pop("_attnlab_before", {}))
-        del model.config.attnlab, model.config.attn_implementation
+    """Take every installed variant out of `model` and give it back its configs; the paths of the layers it was in."""
+    with unless_it_fails(model):
+        paths = _detach(model)
+        for module in list(model.modules()):
+            put_back(module.__dict__.pop(_HELD, []))
     return paths
 
 
@@ -187,7 +178,6 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
     `model_class` defaults to the architecture that its config names; `arguments` are those of `from_pretrained`.
     Raises `InvalidInput` where the folder's config names no variant.
     """
-    put(IMPLEMENTATION, ModelFunction(_serve))
     config = arguments.pop("config", None) or AutoConfig.from_pretrained(folder)
     stored = getattr(config, "attnlab", None)
     if not isinstance(stored, dict) or set(stored) != {"variant", "layers"}:
@@ -207,17 +197,16 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
         sizes = {path: LayerSizes(**found) for path, found in stored["layers"].items()}
         _attach(self, _made(stored["variant"], sizes))
 
+    # The model is made with its own implementation, as it was before the variants came.
+    config = copy.deepcopy(config)
+    del config.attnlab
+    config.__dict__.pop("attn_implementation", None)
+    config._attn_implementation = None
     # from_pretrained makes the model and then reads weights for what it holds: it must hold the variants by then.
     holding: Any = type(original.__name__, (original,), {"__init__": init, "__module__": original.__module__})
-    model: PreTrainedModel = holding.from_pretrained(
-        folder, config=config, attn_implementation=IMPLEMENTATION, **arguments
-    )
+    model: PreTrainedModel = holding.from_pretrained(folder, config=config, **arguments)
     model.__class__ = original
-    parts: dict[str, Any] = {path: model.get_submodule(path) for path in implementations(model)}
-    model.__dict__["_attnlab_before"] = {  # what each would have run without a variant
-        path: part.get_correct_attn_implementation(None) for path, part in parts.items()
-    }
-    model.config.attn_implementation = IMPLEMENTATION  # from_pretrained takes it out of the config
+    _choose(model, stored)
     return model
 
 
@@ -243,37 +232,10 @@ def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> N
         like = next(module.parameters())
         module.attnlab = installed.to(like.device, like.dtype).train(module.training)
         module.register_forward_pre_hook(_note, with_kwargs=True)
-    for path, module in attention_layers(model).items():
-        if path not in made:
-            module.__dict__[_LEFT] = True
-
-
-def _held(model: PreTrainedModel) -> list[tuple[nn.Module, bool, list[dict[Any, Any]]]]:
-    """What `_attach` and `_detach` change of the attention layers: whether they are left as they are, children and hooks."""
-    return [
-        (module, _LEFT in module.__dict__, [dict(place) for place in _places(module)])
-        for module in attention_layers(model).values()
-    ]
-
-
-def _hold(held: list[tuple[nn.Module, bool, list[dict[Any, Any]]]]) -> None:
-    for module, left, contents in held:
-        module.__dict__.pop(_LEFT, None)
-        if left:
-            module.__dict__[_LEFT] = True
-        for place, content in zip(_places(module), contents, strict=True):
-            place.clear()
-            place.update(content)
-
-
-def _places(module: nn.Module) -> list[dict[Any, Any]]:
-    return [module._modules, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
 
 
 def _detach(model: PreTrainedModel) -> list[str]:
     paths = [path for path, module in attention_layers(model).items() if "attnlab" in module._modules]
-    for module in attention_layers(model).values():
-        module.__dict__.pop(_LEFT, None)
     for path in paths:
         module = model.get_submodule(path)
         del module.attnlab
@@ -293,17 +255,19 @@ def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Call
     installed = module._modules.get("attnlab")
     if installed is not None:
         return installed  # type: ignore[return-value]
-    if _LEFT not in module.__dict__:
-        raise AttnlabError(
-            f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "
-            "attnlab.integrations.transformers.load(folder), or install(model, ...) again"
-        )
-    return _rest(module, query, key, value)
+    raise AttnlabError(
+        f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "
+        "attnlab.integrations.transformers.load(folder), or install(model, ...) again"
+    )
 
 
-_rest: Callable[..., Callee] = by_name(_REST)
-
-
-def _choose(model: PreTrainedModel) -> None:
+def _choose(model: PreTrainedModel, record: dict[str, Any]) -> None:
+    """Let the layers that hold a variant call it, and the config of `model` name it in files."""
+    layers = {
+        path: module for path, module in attention_layers(model).items() if "attnlab" in module._modules
+    }
     put(IMPLEMENTATION, ModelFunction(_serve))
-    choose(model, IMPLEMENTATION)
+    held = choose(model, IMPLEMENTATION, list(layers.values()), others_than(model, layers))
+    model.__dict__[_HELD] = held
+    model.config.attnlab = record
+    model.config.attn_implementation = IMPLEMENTATION

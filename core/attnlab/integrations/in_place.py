@@ -33,6 +33,7 @@ from attnlab.integrations._in_place_layers import (
     original_of,
     places,
 )
+from attnlab.integrations._snapshot import unless_it_fails
 
 __all__ = ["Replacement", "replace", "restore"]
 
@@ -88,7 +89,8 @@ def replace(
 
     variant: a registered name with its `options`, or a config such as `{"name": "sliding_window", "left": 255}`. where: a glob pattern
     or several, matched with the paths of `model.named_modules()`, or a function of path and module; all attention by default. example:
-    keyword arguments of a Hugging Face model, for the forward that shows the sizes of its layers; made up from its config by default.
+    keyword arguments of a Hugging Face model, for a forward that shows the sizes of its layers, and that it computes what it did with
+    the exact `dot_product` in them; without one the layers state their sizes, or inputs are made up from its config.
 
     The model's parameters stay the same objects, so that an optimizer made before goes on training them; hooks and training mode are kept.
     A variant that learns brings parameters of its own, which the report names. Swapping again takes the original's place anew, but
@@ -105,11 +107,12 @@ def replace(
         raise InvalidInput(
             f"replace: nothing that was asked for in {type(model).__name__} can be swapped: {reasons}"
         )
-    made = [(layer, _made(layer, chosen)) for layer in able if layer.make is not None]
-    _install(model, [layer for layer in able if layer.host is not None], chosen, example)
-    held = places(model)
-    for layer, new in made:
-        _put(held[id(layer.module)], new)
+    with unless_it_fails(model):
+        made = [(layer, _made(layer, chosen)) for layer in able if layer.make is not None]
+        _install(model, [layer for layer in able if layer.host is not None], chosen, example)
+        held = places(model)
+        for layer, new in made:
+            _put(held[id(layer.module)], new)
     found = in_words(chosen)
     return Replacement(
         {layer.path: f"{kind_of(original_of(layer.module) or layer.module)} -> {found}" for layer in able},
@@ -133,6 +136,11 @@ def restore(model: nn.Module) -> Replacement:
     ]
     for path, module in swapped:
         _check_whole("restore", path, module)
+    with unless_it_fails(model):
+        return _restore(model, swapped)
+
+
+def _restore(model: nn.Module, swapped: list[tuple[str, Any]]) -> Replacement:
     done: dict[str, str] = {}
     went: list[str] = []
     held = places(model)
@@ -245,10 +253,10 @@ def _put(held: list[tuple[nn.Module, str]], new: nn.Module) -> None:
 def _install(
     model: nn.Module, layers: list[Layer], chosen: Mapping[str, Any], example: Mapping[str, Any] | None
 ) -> None:
-    """The variant in layers of Hugging Face models; where one model fails, in none of them."""
+    """The variant in layers of Hugging Face models."""
     if not layers:
         return
-    from attnlab.integrations._transformers_install import install, uninstall
+    from attnlab.integrations._transformers_install import install
 
     found: dict[str, Any] = {
         path: host for path, host in hosts(model).items() if path in {x.host for x in layers}
@@ -259,17 +267,9 @@ def _install(
                 f"replace: {path or type(model).__name__} holds a variant already, and a Hugging Face model holds one at a "
                 "time; call attnlab.restore(model) first"
             )
-    done: list[Any] = []
-    try:
-        for path, host in found.items():
-            inside = [x.path[len(path) + 1 if path else 0 :] for x in layers if x.host == path]
-            install(host, chosen, layers=[glob.escape(p) for p in inside], example=example)
-            done.append(host)
-    except BaseException:
-        # Whatever ends it, an interrupt too: in all models or in none, and the error passes on.
-        for host in done:
-            uninstall(host)
-        raise
+    for path, host in found.items():
+        inside = [x.path[len(path) + 1 if path else 0 :] for x in layers if x.host == path]
+        install(host, chosen, layers=[glob.escape(p) for p in inside], example=example)
 
 
 def _own_parameters(model: nn.Module, path: str) -> list[str]:
