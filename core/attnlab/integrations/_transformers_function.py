@@ -16,7 +16,7 @@ from attnlab.call import AttentionOutput, call_signature
 from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
-from attnlab.integrations._transformers_masks import asked_of, rule_of
+from attnlab.integrations._transformers_masks import asked_of, is_additive, rule_of
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
 
@@ -109,7 +109,8 @@ class ModelFunction:
         else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
-            said = _CAUSAL if is_causal and n_q > 1 else _NOTHING
+            causal = is_causal and n_q > 1 and not is_additive(getattr(module, "config", None))
+            said = _CAUSAL if causal else _NOTHING
         call, kept, since = None, None, 0
         if self.bare and said is not None and window is None and not (asked or unknown or dropout):
             # The shortcut of small inputs, as `attnlab.attention` has it.

@@ -39,7 +39,7 @@ from attnlab.modules import GateProjections
 IMPLEMENTATION = (
     "attnlab_installed, by attnlab: pip install attnlab, then attnlab.integrations.transformers.load(folder)"
 )
-_HELD = "_attnlab_configs"  # where a model keeps which of its modules hold copies of configs
+HELD = "_attnlab_configs"  # where a module keeps which of its attributes are copies of configs
 
 
 class InstalledAttention(nn.Module):
@@ -167,8 +167,7 @@ def uninstall(model: PreTrainedModel) -> list[str]:
     """Take every installed variant out of `model` and give it back its configs; the paths of the layers it was in."""
     with unless_it_fails(model):
         paths = _detach(model)
-        for module in list(model.modules()):
-            put_back(module.__dict__.pop(_HELD, []))
+        put_back([one for module in model.modules() for one in module.__dict__.pop(HELD, [])])
     return paths
 
 
@@ -267,7 +266,7 @@ def _choose(model: PreTrainedModel, record: dict[str, Any]) -> None:
         path: module for path, module in attention_layers(model).items() if "attnlab" in module._modules
     }
     put(IMPLEMENTATION, ModelFunction(_serve))
-    held = choose(model, IMPLEMENTATION, list(layers.values()), others_than(model, layers))
-    model.__dict__[_HELD] = held
+    for one in choose(model, IMPLEMENTATION, list(layers.values()), others_than(model, layers)):
+        one.module.__dict__.setdefault(HELD, []).append(one)
     model.config.attnlab = record
     model.config.attn_implementation = IMPLEMENTATION

@@ -78,14 +78,12 @@ def sizes_of_layers(
 ) -> dict[str, LayerSizes]:
     """The sizes of the layers of `model` at the paths `wanted`.
 
-    With an `example`, those that one forward on it shows. Without one, layers of the usual kind say their own, and only for the others
-    the model runs, on inputs made up from its config. `InvalidInput` where a forward fails or misses a layer.
+    With an `example`, those that one forward on it shows. Layers of the usual kind say their own where it misses them, and without one;
+    only for the others the model then runs, on inputs made up from its config. `InvalidInput` where a forward fails or misses a layer.
     """
     kind, layers = type(model).__name__, attention_layers(model)
-    known: dict[str, LayerSizes] = {}
-    if example is None:
-        known = {path: sizes for path in wanted if (sizes := _own_sizes(layers[path])) is not None}
-    if len(known) == len(wanted):
+    known = {path: sizes for path in wanted if (sizes := _own_sizes(layers[path])) is not None}
+    if example is None and len(known) == len(wanted):
         return known
     shown = _shown_sizes(model, layers, _made_up(model) if example is None else dict(example))
     silent = [path for path in wanted if path not in shown and path not in known]
@@ -94,7 +92,7 @@ def sizes_of_layers(
             f"{kind}: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
             "example={...} that reaches them, or choose layers without them"
         )
-    return {path: known.get(path) or shown[path] for path in wanted}
+    return {path: shown.get(path) or known[path] for path in wanted}
 
 
 def _own_sizes(layer: nn.Module) -> LayerSizes | None:

@@ -37,16 +37,17 @@ def make_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of one forward; None only for plain square causal attention from position 0, nothing padded, and never additive.
+    """The mask of one forward; None only for plain square causal attention from position 0, nothing padded.
 
-    A bidirectional mask is always built: a None would read as causal in a module that says it is. The
+    A bidirectional mask is always built: a None would read as causal in a module that says it is. An additive mask is built, or None,
+    exactly where `eager` builds it, and None hides nothing there (`is_additive`). The
     tensor carries the `AttentionMask` it equals, where that is known, so windows, causality and padding keep
     their structure.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
-    additive = config is not None and _wants_additive(config)
+    additive = is_additive(config)
     square = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
     if (
         allow_is_causal_skip
@@ -66,7 +67,7 @@ def make_mask(
         mask_function=function,
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
+        allow_is_bidirectional_skip=additive and allow_is_bidirectional_skip,
         **kwargs,
     )
     if mask is None:
@@ -120,14 +121,17 @@ def _as_eager(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, torch.zeros((), device=mask.device, dtype=dtype), torch.finfo(dtype).min)
 
 
-def _wants_additive(config: Any) -> bool:
-    """Whether the model of this config reads its masks as `eager` makes them: it ran `eager` before, or has nothing else."""
+def is_additive(config: Any) -> bool:
+    """Whether the masks of a model with this config are as `eager` makes them: it ran `eager` before, or has nothing else."""
+    name = getattr(config, "_attn_implementation", None)
+    if name is None:
+        return False
     kind = type(config)
     if torch.compiler.is_compiling():
         _learn_kind(kind)
     elif kind not in _additive_kinds:
         _new_kind(kind)
-    return config._attn_implementation.endswith(ADDITIVE) or _additive_kinds[kind]
+    return bool(name.endswith(ADDITIVE)) or _additive_kinds[kind]
 
 
 @run_while_tracing

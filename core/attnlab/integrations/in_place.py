@@ -151,11 +151,11 @@ def _restore(model: nn.Module, swapped: list[tuple[str, Any]]) -> Replacement:
         for parent, name in held[id(module)]:
             parent._modules[name] = original
     for outer, host in hosts(model).items():
-        inside = {path: module for path, module in host.named_modules() if "attnlab" in module._modules}
-        if not inside:
-            continue
         from attnlab.integrations._transformers_install import uninstall
 
+        inside: dict[str, Any] = {
+            p: module for p, module in host.named_modules() if "attnlab" in module._modules
+        }
         names = {path: module.attnlab.name for path, module in inside.items()}
         went += [n for path in inside for n in _own_parameters(model, joined(outer, path))]
         for path in uninstall(host):  # type: ignore[arg-type]
