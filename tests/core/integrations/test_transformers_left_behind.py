@@ -301,7 +301,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing_F33(monkeypatch, state_of, wh
     assert torch.equal(outputs(model, inputs), wanted)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2])
 def test_an_interrupted_restore_leaves_every_variant_in_place_F33(monkeypatch, state_of, count):
     model = torch.nn.ModuleDict(
         {"one": llama()[0], "two": images()[0], "pool": torch.nn.MultiheadAttention(32, 4)}
