@@ -7,6 +7,7 @@ of different kinds and `make test-full` all. A family that transformers cannot b
 from __future__ import annotations
 
 import collections
+import copy
 import inspect
 import re
 import warnings
@@ -24,6 +25,7 @@ from attnlab.integrations import transformers as hf  # noqa: E402
 
 # One family of each kind: decoder, encoder, with sliding windows, encoder-decoder, two towers, images, sound, routed, additive masks alone.
 FEW = ["llama", "bert", "gemma3_text", "bart", "clip", "vit", "wav2vec2", "nllb-moe"]
+LARGEST = 20  # millions of parameters; what the names of sizes do not make smaller takes minutes
 PARTS = 4  # of the families, each a test of its own
 LEAST = 40  # families of each part that must be judged, so that a shrinker which builds nothing is no success
 # float32: some tens of layers' products, each within units of 1.2e-7 of the largest number; a lost rule of a mask is 1e-2 and more.
@@ -86,6 +88,8 @@ def small(kind):
             and re.search("depth", word)
         ):
             words[word] = [1] * len(value)
+        elif isinstance(value, (list, tuple)) and re.search("image_size|img_size|resolution", word):
+            words[word] = [32] * len(value)
     for word, value in vars(full).items():
         if isinstance(value, list) and layers is not None and len(value) == layers > 2 and word not in words:
             words[word] = [value[0], "full_attention" if "full_attention" in value else value[1]]
@@ -188,6 +192,13 @@ def built(kind, implementation=None):
     if implementation:
         config._attn_implementation = implementation
     torch.manual_seed(0)
+    with torch.device("meta"):
+        millions = (
+            sum(x.numel() for x in transformers.AutoModel.from_config(copy.deepcopy(config)).parameters())
+            / 1e6
+        )
+    if millions > LARGEST:
+        raise ValueError(f"{millions:.0f} million parameters, more than {LARGEST}")
     model = transformers.AutoModel.from_config(
         config, **({"attn_implementation": implementation} if implementation else {})
     )
