@@ -18,7 +18,7 @@ from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
 from attnlab.integrations._transformers_arguments import Words, dropout_setting, words_of
-from attnlab.integrations._transformers_masks import asked_of
+from attnlab.integrations._transformers_masks import asked_of, is_additive, rule_of
 from attnlab.integrations._transformers_packing import packed_sequences
 from attnlab.integrations._transformers_weights import weights_are_wanted
 from attnlab.interface import Attention
@@ -90,7 +90,8 @@ class ModelFunction:
         else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
-            said = _CAUSAL if is_causal and n_q > 1 else _NOTHING
+            causal = is_causal and n_q > 1 and not is_additive(getattr(module, "config", None))
+            said = _CAUSAL if causal else _NOTHING
         packed = None
         if kwargs and n_q > 0 and (positions := kwargs.get("position_ids")) is not None:
             packed = packed_sequences(module, positions, attention_mask, "causal" in (said or ()), n_q, n_k)
@@ -188,6 +189,7 @@ def _put_mask(
         raise InvalidInput(
             f"{attention.name}: attention_mask must be a tensor or None, got {type(mask).__name__}"
         )
+    mask = rule_of(mask)
     if mask.dtype != torch.bool:
         bias = bias_of(mask)
         asked["bias"] = bias if "bias" not in asked else asked["bias"] + bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +15,9 @@ from attnlab._choice import choice, storable
 from attnlab._module_arguments import placement
 from attnlab.catalogue import create
 from attnlab.errors import AttnlabError, InvalidInput
+from attnlab.integrations._snapshot import unless_it_fails
+from attnlab.integrations._transformers_check import check_exact
+from attnlab.integrations._transformers_configs import choose, put, put_back
 from attnlab.integrations._transformers_function import Callee, ModelFunction
 from attnlab.integrations._transformers_installed import (
     InstalledAttention,
@@ -25,21 +29,15 @@ from attnlab.integrations._transformers_installed import (
 from attnlab.integrations._transformers_layers import (
     LayerSizes,
     attention_layers,
-    choose,
-    implementations,
-    put,
-    put_back,
+    others_than,
     sizes_of_layers,
 )
-from attnlab.integrations._transformers_names import by_name
 
 # What a saved config asks for: the message of a process that knows it not is the way to load it.
 IMPLEMENTATION = (
     "attnlab_installed, by attnlab: pip install attnlab, then attnlab.integrations.transformers.load(folder)"
 )
-_LEFT = "_attnlab_left"  # on layers that were left as they are
-_REST = "dot_product"  # exact: what layers without a variant compute
-
+HELD = "_attnlab_configs"  # where a module keeps which of its attributes are copies of configs
 
 Choice = str | Mapping[str, Any]
 ByLayer = Choice | Sequence[Choice] | Callable[[str, int], Choice | None]
@@ -61,15 +59,18 @@ def install(
     from 0 on, which leaves a layer alone by None. `options` hold for all of them.
     Each layer gets an instance of its own as the child `attnlab`: it is trained, moved, copied and saved with the model, and
     `save_pretrained` writes the choice into `config.json`, so that `load(folder)` makes it again. Layers that do not match
-    `layers`, glob patterns such as `"decoder.*.self_attn"`, keep the variant that they hold, and compute what they did, by
-    `dot_product`, where they hold none.
+    `layers`, glob patterns such as `"decoder.*.self_attn"`, keep the variant that they hold, and compute what they did, by their own
+    implementation and masks, where they hold none.
 
     A layer that holds a variant already is an `InvalidInput`, as what the variant has learned would be lost: `uninstall` it first, or
     pass `replace=True`.
 
-    The sizes of the layers are seen in one forward of `example`, keyword arguments of the model; by default it is made up
-    from the config. Raises what `attnlab.create` raises, and `InvalidInput` where no layer matches or the forward fails; the
-    model is then as it was.
+    The model holds a copy of its config from then on, until `uninstall`: another model that shares the config is not touched.
+    The sizes of the layers are those that the layers state; where some do not, one forward of inputs made up from the config shows them.
+    With `example`, keyword arguments of the model, they are those of a forward on it, and the model has to give there, with the
+    exact `dot_product` in these layers, what it gives without. Raises what `attnlab.create` raises, `InvalidInput` where no layer
+    matches or a forward fails, and `UnsupportedRequest` where the model gives something else on the example; the model is then as
+    it was.
     """
     wanted = _chosen_by_layer(model, variant, options, layers)
     holding = _holding(model)
@@ -80,34 +81,24 @@ def install(
             f"{', '.join(sorted({holding[path].name for path in again}))} already, and what it has learned would be lost; choose "
             "other layers with layers=, call uninstall(model, layers=...) first, or pass replace=True"
         )
-    seen = sizes_of_layers(model, example)
-    silent = [path for path in wanted if path not in seen]
-    if silent:
-        raise InvalidInput(
-            f"install: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
-            "example={...} that reaches them, or choose layers without them"
-        )
-    made = _made({path: (chosen, seen[path]) for path, chosen in wanted.items()})
-    put_everything_back = kept(model)
-    try:
-        before = model.__dict__.get("_attnlab_before", {}) if holding else implementations(model)
+    stored = _stored(model.config)
+    with unless_it_fails(model):
+        _put_configs_back(model)
         _detach(model, again)
+        sizes = sizes_of_layers(model, list(wanted), example)
+        made = _made({path: (chosen, sizes[path]) for path, chosen in wanted.items()})
+        if example is not None:
+            check_exact("install", model, {path: model.get_submodule(path) for path in wanted}, example)
         _attach(model, made)
-        _choose(model)
-        model.__dict__["_attnlab_before"] = before
-        now = {path: {"variant": chosen, **seen[path]._asdict()} for path, chosen in wanted.items()}
-        _store(model, {**_stored(model.config), **now})
-    except BaseException:
-        # Whatever ends it, an interrupt too: every layer holds what it held, and the error passes on.
-        put_everything_back()
-        raise
+        now = {path: {"variant": chosen, **sizes[path]._asdict()} for path, chosen in wanted.items()}
+        _choose(model, {**stored, **now})
     return list(wanted)
 
 
 def uninstall(model: PreTrainedModel, layers: str | Sequence[str] | None = None) -> list[str]:
     """Take installed variants out of `model`, or out of the layers whose paths match `layers`; the paths of the layers they were in.
 
-    With the last one the implementation that the model had is put back. `InvalidInput` where `layers` matches none that holds one.
+    With the last one the model holds its own configs again. `InvalidInput` where `layers` matches none that holds one.
     """
     holding = _holding(model)
     paths = _matching(holding, layers)
@@ -116,16 +107,12 @@ def uninstall(model: PreTrainedModel, layers: str | Sequence[str] | None = None)
             f"uninstall: no layer of {type(model).__name__} that matches {', '.join(_patterns(layers))} holds a variant; "
             f"{', '.join(holding) or 'none'} does"
         )
-    _detach(model, paths)
-    rest = {path: facts for path, facts in _stored(model.config).items() if path not in paths}
-    if len(paths) < len(holding):
-        _store(model, rest)
-        return paths
-    for module in attention_layers(model).values():
-        module.__dict__.pop(_LEFT, None)
-    if getattr(model.config, "attnlab", None) is not None:
-        put_back(model, model.__dict__.pop("_attnlab_before", {}))
-        del model.config.attnlab, model.config.attn_implementation
+    stored = _stored(model.config)
+    with unless_it_fails(model):
+        _put_configs_back(model)
+        _detach(model, paths)
+        if len(paths) < len(holding):
+            _choose(model, {path: facts for path, facts in stored.items() if path not in paths})
     return paths
 
 
@@ -186,19 +173,12 @@ def _stored(config: Any) -> dict[str, dict[str, Any]]:
     return {path: {**common, **facts} for path, facts in stored["layers"].items()}
 
 
-def _store(model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
-    order = list(attention_layers(model))
-    model.config.attnlab = {"layers": {path: layers[path] for path in sorted(layers, key=order.index)}}
-    model.config.attn_implementation = IMPLEMENTATION
-
-
 def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> PreTrainedModel:
     """The model that `save_pretrained` wrote after `install`, its variants and what they learned included.
 
     `model_class` defaults to the architecture that its config names; `arguments` are those of `from_pretrained`.
     Raises `InvalidInput` where the folder's config names no variant.
     """
-    put(IMPLEMENTATION, ModelFunction(_serve))
     config = arguments.pop("config", None) or AutoConfig.from_pretrained(folder)
     stored = _stored(config)
     if not stored:
@@ -218,17 +198,16 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
         chosen = {path: dict(facts) for path, facts in stored.items()}
         _attach(self, _made({path: (one.pop("variant"), LayerSizes(**one)) for path, one in chosen.items()}))
 
+    # The model is made with its own implementation, as it was before the variants came.
+    config = copy.deepcopy(config)
+    del config.attnlab
+    config.__dict__.pop("attn_implementation", None)
+    config._attn_implementation = None
     # from_pretrained makes the model and then reads weights for what it holds: it must hold the variants by then.
     holding: Any = type(original.__name__, (original,), {"__init__": init, "__module__": original.__module__})
-    model: PreTrainedModel = holding.from_pretrained(
-        folder, config=config, attn_implementation=IMPLEMENTATION, **arguments
-    )
+    model: PreTrainedModel = holding.from_pretrained(folder, config=config, **arguments)
     model.__class__ = original
-    parts: dict[str, Any] = {path: model.get_submodule(path) for path in implementations(model)}
-    model.__dict__["_attnlab_before"] = {  # what each would have run without a variant
-        path: part.get_correct_attn_implementation(None) for path, part in parts.items()
-    }
-    model.config.attn_implementation = IMPLEMENTATION  # from_pretrained takes it out of the config
+    _choose(model, stored)
     return model
 
 
@@ -254,55 +233,6 @@ def _attach(model: PreTrainedModel, made: Mapping[str, InstalledAttention]) -> N
         module.attnlab = installed.to(*placement(module, model)).train(module.training)
         module.register_forward_pre_hook(note, with_kwargs=True)
         module.register_forward_hook(forget, always_call=True)
-    _mark_left(model)
-
-
-def _mark_left(model: nn.Module) -> None:
-    for module in attention_layers(model).values():
-        module.__dict__.pop(_LEFT, None)
-        if "attnlab" not in module._modules:
-            module.__dict__[_LEFT] = True
-
-
-def kept(model: PreTrainedModel) -> Callable[[], None]:
-    """A function that gives `model` back what `install` and `uninstall` change, as it is now."""
-    held = [
-        (module, _LEFT in module.__dict__, [dict(place) for place in _places(module)])
-        for module in attention_layers(model).values()
-    ]
-    chosen = implementations(model)
-    spaces: list[tuple[dict[str, Any], str]] = [
-        (model.__dict__, "_attnlab_before"),
-        (model.config.__dict__, "attnlab"),
-        (model.config.__dict__, "attn_implementation"),
-    ]
-    values = [(space, name, space[name]) for space, name in spaces if name in space]
-
-    def put_everything_back() -> None:
-        for module, left, contents in held:
-            module.__dict__.pop(_LEFT, None)
-            if left:
-                module.__dict__[_LEFT] = True
-            for place, content in zip(_places(module), contents, strict=True):
-                place.clear()
-                place.update(content)
-        put_back(model, chosen)
-        for space, name in spaces:
-            space.pop(name, None)
-        for space, name, value in values:
-            space[name] = value
-
-    return put_everything_back
-
-
-def _places(module: nn.Module) -> list[dict[Any, Any]]:
-    return [
-        module._modules,
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_always_called,
-    ]
 
 
 def _detach(model: PreTrainedModel, paths: Iterable[str]) -> None:
@@ -317,7 +247,6 @@ def _detach(model: PreTrainedModel, paths: Iterable[str]) -> None:
             if hook is forget:
                 del module._forward_hooks[number]
                 module._forward_hooks_always_called.pop(number, None)
-    _mark_left(model)
 
 
 def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
@@ -330,17 +259,21 @@ def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Call
                 "hooks say what its gates, state and positions are; call the layer, and checkpoint whole layers"
             )
         return ServedCall(installed, layer_call)
-    if _LEFT not in module.__dict__:
-        raise AttnlabError(
-            f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "
-            "attnlab.integrations.transformers.load(folder), or install(model, ...) again"
-        )
-    return _rest(module, query, key, value)
+    raise AttnlabError(
+        f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "
+        "attnlab.integrations.transformers.load(folder), or install(model, ...) again"
+    )
 
 
-_rest: Callable[..., Callee] = by_name(_REST)
-
-
-def _choose(model: PreTrainedModel) -> None:
+def _choose(model: PreTrainedModel, stored: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let the layers that hold a variant call it, and the config of `model` name it in files. stored: facts of those layers, by path."""
+    layers = {path: model.get_submodule(path) for path in attention_layers(model) if path in stored}
     put(IMPLEMENTATION, ModelFunction(_serve))
-    choose(model, IMPLEMENTATION)
+    for one in choose(model, IMPLEMENTATION, list(layers.values()), others_than(model, layers)):
+        one.module.__dict__.setdefault(HELD, []).append(one)
+    model.config.attnlab = {"layers": {path: dict(stored[path]) for path in layers}}
+    model.config.attn_implementation = IMPLEMENTATION
+
+
+def _put_configs_back(model: nn.Module) -> None:
+    put_back([one for module in model.modules() for one in module.__dict__.pop(HELD, [])])

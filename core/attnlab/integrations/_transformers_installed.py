@@ -15,7 +15,7 @@ from attnlab.errors import UnsupportedRequest
 from attnlab.integrations._facts_of_calls import FactsOfCalls
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
 from attnlab.integrations._transformers_function import check_positions
-from attnlab.integrations._transformers_layers import cross_source, source_of
+from attnlab.integrations._transformers_layers import cross_source, queries_of, source_of
 from attnlab.integrations._transformers_packing import is_packed, refuse_steps_back
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
@@ -68,7 +68,7 @@ class InstalledAttention(nn.Module):
             return LayerCall(source, layer)
         if self.capabilities.position_free or not self.attention.reads_query_positions:
             return LayerCall(source)
-        queries: Tensor = args[0] if args else kwargs["hidden_states"]
+        queries = queries_of(args, kwargs)
         return LayerCall(source, offset=first_position(given, number, queries.shape[1]))
 
     def forward(

@@ -6,21 +6,25 @@ Needs transformers. A layer is known by its path, as `model.named_modules()` has
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attnlab._module_arguments import placement
 from attnlab.errors import AttnlabError, InvalidInput
-from attnlab.integrations._transformers_masks import make_mask
+from attnlab.integrations._snapshot import looking_on
+from attnlab.integrations._transformers_configs import chosen
 
 # How every attention module there asks for the function of its implementation.
 _ASKS = "get_interface("
+# By what names layers of the usual kind hold their projections and sizes.
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+_WIDTHS = ("head_dim", "attention_head_size")
+_HEADS = ("num_heads", "num_attention_heads")
 
 
 class LayerSizes(NamedTuple):
@@ -64,70 +68,63 @@ def _asks(kind: Any) -> bool:
         return False
 
 
-def put(implementation: str, function: Callable[..., Any]) -> None:
-    """Make attention and mask function known together: without a mask function transformers drops causality."""
-    AttentionInterface.register(implementation, function)
-    AttentionMaskInterface.register(implementation, make_mask)
-
-
-def take(implementation: str) -> None:
-    # transformers registers but does not unregister.
-    AttentionInterface._global_mapping.pop(implementation, None)
-    AttentionMaskInterface._global_mapping.pop(implementation, None)
-
-
-def implementations(model: PreTrainedModel) -> dict[str, str | None]:
-    """The implementation of each part of `model` that has one of its own, by path; the model itself is ''."""
-    return {path: part.config._attn_implementation for path, part in _parts(model)}
-
-
-def choose(model: PreTrainedModel, implementation: str) -> None:
-    """Set every part of `model` to `implementation`; `AttnlabError` where one keeps its own."""
-    before = implementations(model)
-    try:
-        model.set_attn_implementation(implementation)
-        kept = sorted({str(now) for now in implementations(model).values() if now != implementation})
-        if kept:
-            raise AttnlabError(
-                f"{type(model).__name__} does not let its attention be set; it keeps {', '.join(kept)}"
-            )
-    except BaseException:  # an interrupt too: no part is left with another than the rest
-        put_back(model, before)
-        raise
-
-
-def put_back(model: PreTrainedModel, before: Mapping[str, str | None]) -> None:
-    """What `implementations` said; parts that are new since keep theirs."""
-    for path, part in _parts(model):
-        if path in before:
-            part.config._attn_implementation_internal = before[path]
-
-
-def _parts(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
-    return ((path, part) for path, part in model.named_modules() if isinstance(part, PreTrainedModel))
-
-
-@contextmanager
-def chosen(model: PreTrainedModel, implementation: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` in every layer for the length of the block, and what was there put back after it."""
-    before = implementations(model)
-    put(implementation, function)
-    try:
-        choose(model, implementation)
-        yield
-    finally:
-        put_back(model, before)
-        take(implementation)
+def others_than(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The modules of `model` that attend and are not among `layers`."""
+    rest = [path for path in (*attention_layers(model), *deaf_layers(model)) if path not in layers]
+    return [model.get_submodule(path) for path in rest]
 
 
 def sizes_of_layers(
-    model: PreTrainedModel, example: Mapping[str, Any] | None = None
+    model: PreTrainedModel, wanted: Collection[str], example: Mapping[str, Any] | None = None
 ) -> dict[str, LayerSizes]:
-    """The sizes of every layer that one forward of `model` on `example` reaches; made up from its config by default.
+    """The sizes of the layers of `model` at the paths `wanted`.
 
-    The forward runs without gradients and in eval mode, and every layer gives zeros. `InvalidInput` where it fails.
+    With an `example`, those that one forward on it shows. Layers of the usual kind say their own where it misses them, and without one;
+    only for the others the model then runs, on inputs made up from its config. `InvalidInput` where a forward fails or misses a layer.
     """
-    paths = {id(module): path for path, module in attention_layers(model).items()}
+    kind, layers = type(model).__name__, attention_layers(model)
+    known = {path: sizes for path in wanted if (sizes := _own_sizes(layers[path])) is not None}
+    if example is None and len(known) == len(wanted):
+        return known
+    shown = _shown_sizes(model, layers, _made_up(model) if example is None else dict(example))
+    silent = [path for path in wanted if path not in shown and path not in known]
+    if silent:
+        raise InvalidInput(
+            f"{kind}: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
+            "example={...} that reaches them, or choose layers without them"
+        )
+    return {path: shown.get(path) or known[path] for path in wanted}
+
+
+def _own_sizes(layer: nn.Module) -> LayerSizes | None:
+    """The sizes that a layer's projections and attributes agree on; None where it is not of the usual kind."""
+    kind: Any = type(layer)
+    names = next((n for n in _PROJECTIONS if all(hasattr(layer, one) for one in n)), None)
+    width = next((found for word in _WIDTHS if isinstance(found := getattr(layer, word, None), int)), 0)
+    heads = next((found for word in _HEADS if isinstance(found := getattr(layer, word, None), int)), 0)
+    heads = heads or getattr(getattr(layer, "config", None), "num_attention_heads", 0)
+    if names is None or not width or not heads or not _hands_over_as_projected(kind):
+        return None
+    query, key, value = (getattr(layer, name) for name in names)
+    if not all(hasattr(one, "out_features") and hasattr(one, "in_features") for one in (query, key, value)):
+        return None
+    kv_heads, rest = divmod(key.out_features, width)
+    if query.out_features != heads * width or rest or not kv_heads or value.out_features != key.out_features:
+        return None
+    return LayerSizes(heads, kv_heads, width, width, key.in_features)
+
+
+@cache
+def _hands_over_as_projected(kind: Any) -> bool:
+    source = inspect.getsource(kind.forward)
+    return not any(word in source for word in ("repeat", "torch.cat", "concat", "chunk(", "split(", "pad("))
+
+
+def _shown_sizes(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any]
+) -> dict[str, LayerSizes]:
+    """The sizes of every layer that one forward reaches; the model is then as it was. Every layer gives zeros."""
+    paths = {id(module): path for path, module in layers.items()}
     widths: dict[str, int] = {}
     found: dict[str, LayerSizes] = {}
 
@@ -142,38 +139,41 @@ def sizes_of_layers(
         batch, heads, length, _width = query.shape
         return query.new_zeros(batch, length, heads, value.shape[3]), None
 
-    hooks = [
-        module.register_forward_pre_hook(note_width, with_kwargs=True)
-        for module in attention_layers(model).values()
-    ]
-    training = {part: part.training for part in model.modules()}
-    inputs = _example(model) if example is None else dict(example)
+    with looking_on(model), chosen(model, "attnlab_sizes", note_sizes, layers):
+        for module in layers.values():
+            module.register_forward_pre_hook(note_width, with_kwargs=True)
+        run(model, inputs, "a forward that shows the sizes of its layers")
+    return found
+
+
+def run(model: PreTrainedModel, inputs: Mapping[str, Any], purpose: str) -> Any:
+    """What `model` gives; `InvalidInput` where it fails."""
     try:
-        with chosen(model, "attnlab_sizes", note_sizes), torch.no_grad():
-            nn.Module.eval(model)
-            model(**inputs)
+        return model(**inputs)
     except AttnlabError:
         raise
     except Exception as error:
         raise InvalidInput(
-            f"{type(model).__name__}: a forward that shows the sizes of its layers failed with "
-            f"{type(error).__name__}: {error}; pass example={{...}}, keyword arguments that it takes"
+            f"{type(model).__name__}: {purpose} failed with {type(error).__name__}: {error}; pass example={{...}}, "
+            "keyword arguments that it takes"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for part, mode in training.items():
-            part.training = mode
-    return found
 
 
 def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """What a layer makes its keys from, `[B, L, width]`, by the arguments of its call: the other side's in cross-attention."""
     other = cross_source(kwargs)
-    if other is not None:
-        return other
-    source: Tensor = args[0] if args else kwargs["hidden_states"]
-    return source
+    return queries_of(args, kwargs) if other is None else other
+
+
+def queries_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a layer makes its queries from: `hidden_states`, or by whatever name it takes its first tensor."""
+    named = kwargs.get("hidden_states")
+    if not args and isinstance(named, Tensor):
+        return named
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    if first is None:
+        raise InvalidInput("a layer's call holds no tensor, so that nothing shows its width")
+    return first
 
 
 def cross_source(kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -183,6 +183,17 @@ def cross_source(kwargs: Mapping[str, Any]) -> Tensor | None:
             given: Tensor = kwargs[word]
             return given
     return None
+
+
+def _made_up(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Small inputs that the model's config says it takes; `InvalidInput` where it does not say enough."""
+    try:
+        return _example(model)
+    except Exception as error:  # configs hold whatever their models want
+        raise InvalidInput(
+            f"{type(model).__name__}: no inputs for a forward that shows the sizes of its layers could be made up from its config "
+            f"({type(error).__name__}: {error}); pass example={{...}}, keyword arguments that it takes"
+        ) from error
 
 
 def _example(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Masks between transformers and attnlab: tensors that remember the structure they were made from.
 
 Needs transformers; imported by `attnlab.integrations.transformers` only. The mask is built by that
-library's own `sdpa` mask maker, so its meaning is theirs: bool `[B, 1, Lq, Lk]`, True = may attend.
+library's own `sdpa` mask maker, so its meaning is theirs: bool `[B, 1, Lq, Lk]`, True = may attend. A model that runs
+`eager`, or knows no other, gets the additive mask that `eager` gives it: 0, or the lowest number where none may attend.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlab._gate import run_while_tracing
 from attnlab.engines.triton_launch import are_plain
 from attnlab.mask import AttentionMask
 
 _TAG = "_attnlab_structure"
+ADDITIVE = ", additive masks"  # ends an implementation's name where `eager` made the masks before
+_additive_kinds: dict[type, bool] = {}
 
 
 def make_mask(
@@ -29,20 +33,25 @@ def make_mask(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask of one forward; None only for plain square causal attention from position 0, nothing padded.
 
-    A bidirectional mask is always built: a None would read as causal in a module that says it is. The
+    A bidirectional mask is always built: a None would read as causal in a module that says it is. An additive mask is built, or None,
+    exactly where `eager` builds it, and None hides nothing there (`is_additive`). The
     tensor carries the `AttentionMask` it equals, where that is known, so windows, causality and padding keep
     their structure.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
+    additive = is_additive(config)
     square = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
     if (
         allow_is_causal_skip
+        and not additive
         and square
         and q_length > 1
         and function is causal_mask_function
@@ -58,28 +67,28 @@ def make_mask(
         mask_function=function,
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
+        allow_is_bidirectional_skip=additive and allow_is_bidirectional_skip,
         **kwargs,
     )
     if mask is None:
-        return mask
-    pattern = pattern_of(function)
-    if pattern is None:
-        setattr(mask, _TAG, (None, _version(mask), None))
-        return mask
+        return None
     if (
         q_length != kv_length
     ):  # generate makes masks of steps contiguous, and what it copied would have no tag
         mask = mask.contiguous()
-    present = _present(attention_mask, kv_length, kv_offset)
-    if pattern.get("causal") or "window" in pattern:
-        pattern["offset"] = q_offset - kv_offset
-    structure = AttentionMask(key_mask=present, **pattern)
-    if not torch.compiler.is_compiling():
-        # One for all layers of the forward; a view, as the mask itself would be held by its own attribute.
-        structure = structure.keeping(dense=mask.detach())
-    setattr(mask, _TAG, (structure, _version(mask), _asked(structure, q_length == kv_length)))
-    return mask
+    structure = asked = None
+    pattern = pattern_of(function)
+    if pattern is not None:
+        if pattern.get("causal") or "window" in pattern:
+            pattern["offset"] = q_offset - kv_offset
+        structure = AttentionMask(key_mask=_present(attention_mask, kv_length, kv_offset), **pattern)
+        if not torch.compiler.is_compiling():
+            # One for all layers of the forward; a view, as the mask itself would be held by its own attribute.
+            structure = structure.keeping(dense=mask.detach())
+        asked = _asked(structure, q_length == kv_length)
+    result = _as_eager(mask, dtype) if additive else mask
+    setattr(result, _TAG, (structure, _version(result), asked, mask if additive else None))
+    return result
 
 
 def structure_of(mask: Tensor) -> AttentionMask | None:
@@ -104,6 +113,52 @@ def is_own(mask: Tensor) -> bool:
     return tag is not None and tag[1] == _version(mask)
 
 
+def rule_of(mask: Tensor) -> Tensor:
+    """The bool mask that an additive `mask` of `make_mask` was made from; any other mask as it is."""
+    tag = getattr(mask, _TAG, None)
+    if tag is None or tag[3] is None or tag[1] != _version(mask):
+        return mask
+    rule: Tensor = tag[3]
+    return rule
+
+
+def _as_eager(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(mask, torch.zeros((), device=mask.device, dtype=dtype), torch.finfo(dtype).min)
+
+
+def is_additive(config: Any) -> bool:
+    """Whether the masks of a model with this config are as `eager` makes them: it ran `eager` before, or has nothing else."""
+    name = getattr(config, "_attn_implementation", None)
+    if name is None:
+        return False
+    kind = type(config)
+    if torch.compiler.is_compiling():
+        _learn_kind(kind)
+    elif kind not in _additive_kinds:
+        _new_kind(kind)
+    return bool(name.endswith(ADDITIVE)) or _additive_kinds[kind]
+
+
+@run_while_tracing
+def _learn_kind(kind: type) -> None:
+    if kind not in _additive_kinds:
+        _new_kind(kind)
+
+
+def _new_kind(kind: type) -> None:
+    """Note whether one of the models that belong to the config `kind` supports no `sdpa`, so that it knows additive masks alone."""
+    from transformers import PreTrainedModel
+
+    folder = kind.__module__.rpartition(".")[0]
+    todo, found = [PreTrainedModel], False
+    while todo:
+        model = todo.pop()
+        todo += model.__subclasses__()
+        belongs = model.config_class is kind and model.__module__.rpartition(".")[0] == folder
+        found = found or (belongs and not model._supports_sdpa)
+    _additive_kinds[kind] = found
+
+
 def _asked(structure: AttentionMask, square: bool) -> dict[str, Any]:
     said = structure.given()
     if not said:
@@ -116,7 +171,8 @@ def pattern_of(function: Callable[..., Any]) -> dict[str, Any] | None:
     """`AttentionMask` arguments that equal one of transformers' mask functions; None where it is another's.
 
     Known: bidirectional, causal, either with a sliding window, and any of them in packed sequences. `sliding_window=W` there
-    leaves W keys including the query's own, so it is `left = W - 1` here; the bidirectional window is `W` to both sides.
+    leaves W keys including the query's own, so it is `left = W - 1` here; the bidirectional window is `W` to both sides. A window
+    that leaves no key, of 0 or fewer, has no such words; configs state it where no layer has one.
     """
     from transformers import masking_utils as theirs
 
@@ -128,9 +184,9 @@ def pattern_of(function: Callable[..., Any]) -> dict[str, Any] | None:
     if parts is None:
         size = _closure(function, theirs.sliding_window_overlay).get("sliding_window")
         if isinstance(size, int):
-            return {"window": (size - 1, None)}
+            return {"window": (size - 1, None)} if size > 0 else None
         both = _closure(function, theirs.sliding_window_bidirectional_overlay).get("sliding_window")
-        return {"window": (both, both)} if isinstance(both, int) else None
+        return {"window": (both, both)} if isinstance(both, int) and both >= 0 else None
     if len(parts) == 2:
         ids = _closure(parts[1], theirs.packed_sequence_mask_function).get("packed_sequence_mask")
         inside = _closure(parts[0], theirs.remap_positions_for_packed_sequence).get("mask_function")

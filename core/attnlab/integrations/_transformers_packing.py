@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attnlab.engines.triton_launch import are_plain
 from attnlab.errors import UnsupportedRequest
-from attnlab.integrations._transformers_masks import is_own, structure_of
+from attnlab.integrations._transformers_masks import is_own, rule_of, structure_of
 from attnlab.mask import AttentionMask
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _in_one_call(
         whole = same.tril() if causal else same
         structure = AttentionMask(causal=causal)
     else:
-        whole = mask & same
+        whole = rule_of(mask) & same
     setattr(whole, _TAG, True)
     said = None if structure is None else replace(structure, offset=None, segments=(ids, ids))
     return Packed(whole, said)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlab.errors import AttnlabError, InvalidInput
+from attnlab.integrations._transformers_configs import chosen
 from attnlab.integrations._transformers_function import Callee, ModelFunction, Source
-from attnlab.integrations._transformers_layers import attention_layers, chosen, deaf_layers
+from attnlab.integrations._transformers_layers import attention_layers, deaf_layers
 from attnlab.integrations._transformers_names import by_name
 from attnlab.interface import Attention
 
@@ -92,7 +93,7 @@ def using(model: PreTrainedModel, variant: str | Mapping[Any, Attention]) -> Ite
         swap.calls[paths[id(module)]] += 1
         return source(module, query, key, value)
 
-    with chosen(model, f"attnlab_swap_{next(_numbers)}", ModelFunction(counted)):
+    with chosen(model, f"attnlab_swap_{next(_numbers)}", ModelFunction(counted), layers):
         with _noting_what_runs(model, swap):
             yield swap
         swap.verify()

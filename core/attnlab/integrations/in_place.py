@@ -33,6 +33,7 @@ from attnlab.integrations._in_place_layers import (
     original_of,
     places,
 )
+from attnlab.integrations._snapshot import unless_it_fails
 
 __all__ = ["Replacement", "replace", "restore"]
 
@@ -89,7 +90,8 @@ def replace(
 
     variant: a registered name with its `options`, or a config such as `{"name": "sliding_window", "left": 255}`. where: a glob pattern
     or several, matched with the paths of `model.named_modules()`, or a function of path and module; all attention by default. example:
-    keyword arguments of a Hugging Face model, for the forward that shows the sizes of its layers; made up from its config by default.
+    keyword arguments of a Hugging Face model, for a forward that shows the sizes of its layers, and that it computes what it did with
+    the exact `dot_product` in them; without one the layers state their sizes, or inputs are made up from its config.
 
     The model's parameters stay the same objects, so that an optimizer made before goes on training them; hooks and training mode are kept.
     A variant that learns brings parameters of its own, which the report names. Attention that holds a variant already is an `InvalidInput`,
@@ -113,11 +115,12 @@ def replace(
             "variant already, and what it has learned would be lost; choose other attention with where=, call "
             "attnlab.restore(model) first, or pass replace=True"
         )
-    made = [(layer, _made(layer, chosen)) for layer in able if layer.make is not None]
-    _install(model, [layer for layer in able if layer.host is not None], chosen, example, replace)
-    held = places(model)
-    for layer, new in made:
-        _put(held[id(layer.module)], new)
+    with unless_it_fails(model):
+        made = [(layer, _made(layer, chosen)) for layer in able if layer.make is not None]
+        _install(model, [layer for layer in able if layer.host is not None], chosen, example, replace)
+        held = places(model)
+        for layer, new in made:
+            _put(held[id(layer.module)], new)
     found = in_words(chosen)
     return Replacement(
         {layer.path: f"{kind_of(original_of(layer.module) or layer.module)} -> {found}" for layer in able},
@@ -141,6 +144,11 @@ def restore(model: nn.Module) -> Replacement:
     ]
     for path, module in swapped:
         _check_whole("restore", path, module)
+    with unless_it_fails(model):
+        return _restore(model, swapped)
+
+
+def _restore(model: nn.Module, swapped: list[tuple[str, Any]]) -> Replacement:
     done: dict[str, str] = {}
     went: list[str] = []
     held = places(model)
@@ -151,11 +159,11 @@ def restore(model: nn.Module) -> Replacement:
         for parent, name in held[id(module)]:
             parent._modules[name] = original
     for outer, host in hosts(model).items():
-        inside = {path: module for path, module in host.named_modules() if "attnlab" in module._modules}
-        if not inside:
-            continue
         from attnlab.integrations._transformers_install import uninstall
 
+        inside: dict[str, Any] = {
+            p: module for p, module in host.named_modules() if "attnlab" in module._modules
+        }
         names = {path: module.attnlab.name for path, module in inside.items()}
         went += [n for path in inside for n in _own_parameters(model, joined(outer, path))]
         for path in uninstall(host):  # type: ignore[arg-type]
@@ -257,24 +265,17 @@ def _install(
     example: Mapping[str, Any] | None,
     replace: bool,
 ) -> None:
-    """The variant in layers of Hugging Face models; where one model fails, in none of them."""
+    """The variant in layers of Hugging Face models."""
     if not layers:
         return
-    from attnlab.integrations._transformers_install import install, kept
+    from attnlab.integrations._transformers_install import install
 
     found: dict[str, Any] = {
         path: host for path, host in hosts(model).items() if path in {x.host for x in layers}
     }
-    as_before = [kept(host) for host in found.values()]
-    try:
-        for path, host in found.items():
-            inside = [x.path[len(path) + 1 if path else 0 :] for x in layers if x.host == path]
-            install(host, chosen, layers=[glob.escape(p) for p in inside], example=example, replace=replace)
-    except BaseException:
-        # Whatever ends it, an interrupt too: in all models or in none, and the error passes on.
-        for put_everything_back in as_before:
-            put_everything_back()
-        raise
+    for path, host in found.items():
+        inside = [x.path[len(path) + 1 if path else 0 :] for x in layers if x.host == path]
+        install(host, chosen, layers=[glob.escape(p) for p in inside], example=example, replace=replace)
 
 
 def _own_parameters(model: nn.Module, path: str) -> list[str]:

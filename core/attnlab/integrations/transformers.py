@@ -34,9 +34,10 @@ except ImportError as missing:
     ) from missing
 
 from attnlab.integrations._transformers_cache import StateCache
+from attnlab.integrations._transformers_configs import put, take
 from attnlab.integrations._transformers_function import ModelFunction
 from attnlab.integrations._transformers_install import install, load, uninstall
-from attnlab.integrations._transformers_layers import attention_layers, deaf_layers, put, take
+from attnlab.integrations._transformers_layers import attention_layers, deaf_layers
 from attnlab.integrations._transformers_names import by_name, instances
 from attnlab.integrations._transformers_saving import write_names, write_no_names
 from attnlab.integrations._transformers_swap import Swap, using
@@ -99,9 +100,10 @@ def register(variants: Sequence[str] | None = None) -> dict[str, str]:
             if variants is not None:
                 raise
             continue
+        done[variant] = implementation
+    for variant, implementation in done.items():  # all of them or, where one cannot be, none
         put(implementation, ModelFunction(by_name(variant), bare=True))
         _registered[implementation] = variant
-        done[variant] = implementation
     if _registered:
         write_names(_registered)
     return done

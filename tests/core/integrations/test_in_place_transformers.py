@@ -109,18 +109,19 @@ def test_where_one_model_fails_the_others_are_as_they_were(fault):
         options = {"lfet": 2}
     else:
         model.right.register_forward_pre_hook(lambda *_: 1 / 0)
+        options = {"example": {"input_ids": tokens()}}
     with pytest.raises(InvalidInput, match="ZeroDivisionError" if fault != "an option" else "lfet"):
         attnlab.replace(model, "sliding_window", **options)
     assert held(model) == before
 
 
-def test_an_example_shows_the_sizes_of_layers_where_the_made_up_one_cannot():
+def test_an_example_shows_the_sizes_of_layers_and_that_the_model_computes_what_it_did():
     model, seen = encoder(), []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(sorted(kwargs)), with_kwargs=True
     )
     attnlab.replace(model, "dot_product", example={"inputs_embeds": torch.zeros(1, 2, 32)})
-    assert seen == [["inputs_embeds"]]
+    assert seen == [["inputs_embeds"]] * 3  # the sizes, the model's own answer, and that of the exact variant
 
 
 def test_layers_of_a_model_are_added_and_the_same_layer_again_is_refused():

@@ -105,30 +105,6 @@ def test_an_install_that_fails_leaves_the_model_as_it_was(variant, options, erro
     assert everything(model) == before
 
 
-@pytest.mark.parametrize("former", [None, "gated_delta"])
-def test_a_model_that_lets_nothing_be_set_is_left_as_it_was(monkeypatch, former):
-    model, ids = decoder(), tokens()
-    untouched = everything(model)
-    if former:
-        hf.install(model, former, layers="*.0.self_attn")
-    before, wanted = everything(model), logits(model, ids)
-    real = type(model).set_attn_implementation
-
-    def refuse(self, implementation):
-        if implementation != "attnlab_sizes":
-            raise ValueError("no")
-        real(self, implementation)
-
-    monkeypatch.setattr(type(model), "set_attn_implementation", refuse)
-    with pytest.raises(ValueError, match="no"):
-        hf.install(model, "additive", replace=True)
-    monkeypatch.undo()
-    assert everything(model) == before
-    assert torch.equal(logits(model, ids), wanted)
-    hf.uninstall(model)
-    assert everything(model) == untouched
-
-
 def test_layers_that_no_pattern_names_compute_what_they_did():
     model, ids = decoder(), tokens()
     wanted = logits(model, ids)
