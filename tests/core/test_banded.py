@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attnlab
 from attnlab import attend
-from attnlab.engines import Band, band_of, banded_attention
+from attnlab.engines import Band, band_of, banded, banded_attention
 from attnlab.engines.banded import SIDE
 
 BANDS = {
@@ -165,3 +166,17 @@ def test_no_tensor_on_the_way_grows_faster_than_the_length() -> None:
 
     assert largest(8192) <= 2.1 * largest(4096)
     assert largest(8192) < 8192 * (255 + SIDE)
+
+
+def test_how_many_blocks_go_together_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F28: it is chosen by the number of threads, which answers may not depend on."""
+    x = [torch.randn(1, 2, 1100, 8, requires_grad=True) for _ in range(3)]
+    variant = attnlab.create("sliding_window", num_heads=2, head_dim=8, left=60, sink_tokens=2)
+    answers = []
+    for elements in (1, 1 << 14, 1 << 20, 1 << 22):
+        for name in ("GROUP_ELEMENTS", "GROUP_ELEMENTS_OF_THREADS"):
+            monkeypatch.setattr(banded, name, elements)
+        out = variant(*x).out
+        answers.append((out, *torch.autograd.grad(out.sum(), x)))
+    for others in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(answers[0], others, strict=True))
