@@ -214,7 +214,7 @@ def _replaced_twice(model, inputs):
 
 def _installed_twice(model, inputs):
     hf.install(model, "gated_delta", example=inputs)
-    hf.install(model, "dot_product", example=inputs)
+    hf.install(model, "dot_product", example=inputs, replace=True)
     model(**inputs)
     hf.uninstall(model)
 
@@ -295,7 +295,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing_F33(monkeypatch, state_of, wh
 
     monkeypatch.setattr(_transformers_install, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        hf.install(model, "additive", example=inputs)
+        hf.install(model, "additive", example=inputs, replace=True)
     monkeypatch.undo()
     assert state_of(model) == before
     assert torch.equal(outputs(model, inputs), wanted)
@@ -322,6 +322,7 @@ def test_an_interrupted_restore_leaves_every_variant_in_place_F33(monkeypatch, s
 
 
 def test_registering_all_or_none_F33():
+    hf.unregister()
     names = names_there()
     with pytest.raises(AttnlabError):
         hf.register(["dot_product", "nope"])
