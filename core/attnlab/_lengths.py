@@ -30,9 +30,15 @@ def in_chunks(x: Tensor, axis: int, count: int, size: int) -> Tensor:
     return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
 
-def chunk_count(length: int, size: int) -> int:
-    """How many chunks of `size` tokens hold `length` of them; in a graph at least two, as torch makes a graph of its own for one."""
-    return -(-length // size) if not _is_open(length) else length // size + 2
+def chunks_of(length: int, size: int) -> tuple[int, int]:
+    """`(count, size)` of the chunks that hold `length` tokens: one as long as they are, where these are fewer than `size`.
+
+    In a graph at least two of the full size, as torch makes a graph of its own for one.
+    """
+    if _is_open(length):
+        return length // size + 2, size
+    size = max(min(length, size), 1)
+    return -(-length // size), size
 
 
 def first_of(x: Tensor, axis: int, length: int) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnlab._lengths import chunk_count, first_of, holds, in_chunks
+from attnlab._lengths import chunks_of, first_of, in_chunks
 from attnlab.engines import recurrence_in_graphs, recurrence_triton
 from attnlab.engines.decays import decays_of
 from attnlab.engines.triton_launch import are_plain, kernels_serve
@@ -174,8 +174,7 @@ def _block(
 ) -> tuple[Tensor | None, Tensor]:
     """The same for `state [X, D, E]` and few tokens, all chunks of which go at once, but for what one state hands the next."""
     length = tokens.key.shape[1]
-    c = length if holds(length < chunk) else chunk
-    n = chunk_count(length, c)
+    n, c = chunks_of(length, chunk)
     query = (
         None if tokens.query is None else in_chunks(tokens.query, 2, n, c).transpose(1, 2)
     )  # [X, N, G, C, D]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnlab._lengths import chunk_count, first_of, holds, in_chunks
+from attnlab._lengths import chunks_of, first_of, in_chunks
 from attnlab.engines.chunked_recurrence import chunked_recurrence, served_by_kernels
 from attnlab.engines.heads import fold_groups
 from attnlab.engines.recurrence_triton import WIDEST
@@ -183,8 +183,7 @@ def _one_block(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, length = key.shape[1], key.shape[2]
-    c = length if holds(length < chunk) else chunk
-    n = chunk_count(length, c)
+    n, c = chunks_of(length, chunk)
     q = in_chunks(fold_groups(query, kv_heads), 3, n, c)  # [B, Hkv, G, N, C, P]
     k = in_chunks(key, 2, n, c)  # [B, Hkv, N, C, P]
     # Contiguous, as each product would copy it else.

@@ -119,7 +119,7 @@ def tiled_attention(
     if visibility is None:
         visibility = Visibility(batch, heads, lq, lk, query.device)
     job = _Job(query, key, value, scoring, visibility, need_lse)
-    job.returned = Returned(value.dtype, forgotten)
+    job.returned = Returned(value.dtype, forgotten) if need_weights else None
     if (
         need_weights or torch.compiler.is_compiling()
     ):  # a graph with tiles would serve the lengths of these tiles alone
@@ -189,7 +189,6 @@ class _Job:
 
     def plain(self, need_weights: bool) -> Result:
         """The formula as written, over the whole matrix at once."""
-        self.returned = self.returned if need_weights else None
         out, weights, lse = self._block(0, self.query.shape[2], 0, self.key.shape[2])
         return Result(out, weights if need_weights else None, lse if self.need_lse else None)
 
