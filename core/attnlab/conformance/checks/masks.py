@@ -179,7 +179,10 @@ def _hidden_keys(variant: Any, inputs: Inputs) -> Iterator[Hidden]:
     group = heads // kv_heads
     for c in range(kv_heads):
         readers = slice(c * group, (c + 1) * group)
-        j, blind = _most_hidden(seen[:, readers].any(dim=1, keepdim=True))
+        of_group = seen[:, readers].any(dim=1, keepdim=True)
+        if bool(of_group.all()):  # some head of the group sees each pair
+            continue
+        j, blind = _most_hidden(of_group)
         yield Hidden(
             j, slice(c, c + 1), readers, blind.expand(-1, heads, -1), f"key {j} of key/value head {c}"
         )
