@@ -82,16 +82,16 @@ HERE = "TextbookModule (float32 on cpu, mask, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8
     [
         (
             "dead_rows_are_zero",
-            f"{HERE}: out of a dead row must be exactly 0 (the query sees no key), got # at [0, 0]; 32 of 32 elements "
-            "are not 0. Neutralise such rows before normalising (a zero normaliser becomes 1, no maximum becomes 0) "
+            f"{HERE}: a dead row's out must be exactly 0 (the query sees no key), got # at [b=0, h=0, i=1, d=0]; 32 of 224 "
+            "elements are not 0. Neutralise such rows before normalising (a zero normaliser becomes 1, no maximum becomes 0) "
             "rather than repairing NaN afterwards: 0 * NaN in the backward undoes a repair",
         ),
         (
             "hidden_pairs_have_no_influence",
             f"{HERE}: out differs from the same rows before key 3, which they do not see, was filled with # at "
             "[b=1, h=0, i=1, d=2]: got #, expected #, error # > bound # (2 x rounding over 68 terms of size # in "
-            "float32); 32 of 224 elements are outside. Hide a pair with -inf before the normaliser (or skip it), never "
-            "with a large constant, and never as 0 * x",
+            "float32); 32 of 224 elements are outside. Only rows that see no key show it: a fill constant turns such a "
+            "row into a mean of all values, and it must be 0",
         ),
     ],
 )
@@ -120,8 +120,7 @@ def test_a_wrong_shape_says_which_one_was_expected() -> None:
     message = first(LosesTheBatch, "shapes_and_dtypes").message
     assert blurred(message) == (
         "LosesTheBatch (float32 on cpu, plain, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8 Dv=8, seed 0): out has shape "
-        "[1, 2, 7, 8], expected [2, 2, 7, 8]. docs/contract.md says each shape; "
-        "`attnlab contract` prints it"
+        "[1, 2, 7, 8], expected [2, 2, 7, 8]. out is [B, Hq, Lq, Dv], weights [B, Hq, Lq, Lk], lse [B, Hq, Lq]"
     )
 
 

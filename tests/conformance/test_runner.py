@@ -248,7 +248,7 @@ def test_a_failure_says_who_where_what_how_far_and_why() -> None:
         "the plain formula's error in float32",
         "rounding over",
         " elements are outside. ",
-        "docs/contract.md",
+        "Follow the definition step by step",
     ):
         assert part in failed.message, failed.message
 
@@ -267,6 +267,6 @@ def test_the_textbook_module_with_minus_1e9_fails_by_name_of_dead_rows_and_half_
 
     results = run_checks(MaskedFill, only="dead_rows_are_zero")
     messages = " ".join(r.message for r in results if not r.ok)
-    assert "out of a dead row must be exactly 0 (the query sees no key)" in messages
+    assert "a dead row's out must be exactly 0 (the query sees no key)" in messages
     assert "float16" in messages
     assert "value cannot be converted to type" in messages  # -1e9 has no half

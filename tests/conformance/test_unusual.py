@@ -126,7 +126,8 @@ def test_a_variant_that_claims_no_property_is_compared_with_its_definition_all_t
             return 2 * super().scores(q, k, call)
 
     results = run_checks(DoublesScores, only="agrees_with_definition", quick=True)
-    assert sum(r.status == "failed" for r in results) > len(results) / 2
+    assert any(r.status == "failed" for r in results)
+    assert {r.status for r in results} == {"failed", "not applicable"}  # a plain call says enough
 
 
 def test_giving_up_exact_is_told_with_its_reason() -> None:
@@ -183,7 +184,7 @@ def test_a_size_may_be_refused_but_not_the_smallest() -> None:
         def supports(self, request: Request) -> list[Reason]:
             return [*super().supports(request), Reason("key_length", f"{request.key_length} keys", "none")]
 
-    results = run_checks(ProjectedLengthAttention, only="agrees_with_definition", quick=True)
+    results = run_checks(ProjectedLengthAttention, only="agrees_with_definition")
     assert not alarms(results)
     assert any("refuses this size" in r.message for r in results if r.status == "not applicable")
     assert "declared and refused" in alarms(run_checks(RefusesAll, only="agrees_with_definition", quick=True))

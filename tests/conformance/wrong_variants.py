@@ -15,7 +15,6 @@ from torch import Tensor
 from attnlab import Attention, AttentionOutput, Call
 from attnlab.conformance.mutants import TextbookAttention, TextbookDelta, TextbookLinear
 from attnlab.conformance.mutants._sums import TextbookGatedDelta
-from attnlab.conformance.mutants._textbook import before_the_gate
 
 Shape = tuple[int, int, int, int]
 
@@ -85,14 +84,20 @@ class ScaleOfTheValueWidthInASegment(TextbookAttention):
         return super().scale(call)
 
 
-def _in_32_bits(named: dict[str, Any]) -> None:
-    if named.get("window") is not None:
-        named["window"] = tuple(None if n is None else n % 2**32 for n in named["window"])
+def _in_32_bits(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    window = kwargs.get("window")
+    return args, {
+        **kwargs,
+        "window": None if window is None else tuple(None if n is None else n % 2**32 for n in window),
+    }
 
 
-@before_the_gate(_in_32_bits)
 class WindowIn32Bits(TextbookAttention):
     """2**40 becomes 0."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.register_forward_pre_hook(_in_32_bits, with_kwargs=True)
 
 
 class LeastNumberCountsAsHidden(TextbookAttention):

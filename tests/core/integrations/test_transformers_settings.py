@@ -10,7 +10,6 @@ import attnlab
 from attnlab import AttnlabError, InvalidInput, UnsupportedRequest
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-from attnlab.integrations import _transformers_install as installing  # noqa: E402
 from attnlab.integrations import transformers as hf  # noqa: E402
 from attnlab.integrations._transformers_function import ModelFunction  # noqa: E402
 from attnlab.integrations._transformers_names import by_name  # noqa: E402
@@ -259,9 +258,9 @@ def test_a_layer_that_ran_without_the_variant_or_was_not_reached_still_fails():
 def test_a_variant_in_an_offloaded_layer_is_made_where_the_layer_computes():
     """F38: weights that accelerate offloads are on meta between calls, and what a variant learns must not be."""
     layer = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 8, device="meta")})
-    assert installing._runs_on(layer, layer["q_proj"].weight) == torch.device("meta")
+    assert placement(layer)[0] == torch.device("meta")
     layer["q_proj"]._hf_hook = SimpleNamespace(execution_device="cpu")
-    assert torch.device(installing._runs_on(layer, layer["q_proj"].weight)) == torch.device("cpu")
+    assert placement(layer)[0] == torch.device("cpu")
 
 
 def test_install_in_a_model_that_is_offloaded_to_disk(tmp_path):

@@ -179,7 +179,10 @@ def _hidden_keys(variant: Any, inputs: Inputs) -> Iterator[Hidden]:
     group = heads // kv_heads
     for c in range(kv_heads):
         readers = slice(c * group, (c + 1) * group)
-        j, blind = _most_hidden(seen[:, readers].any(dim=1, keepdim=True))
+        of_group = seen[:, readers].any(dim=1, keepdim=True)
+        if bool(of_group.all()):  # some head of the group sees each pair
+            continue
+        j, blind = _most_hidden(of_group)
         yield Hidden(
             j, slice(c, c + 1), readers, blind.expand(-1, heads, -1), f"key {j} of key/value head {c}"
         )
@@ -213,7 +216,7 @@ def _compare_blind_rows(
         case,
         what="out",
         versus=versus,
-        advice=_why_it_leaks(before, after, hidden),
+        advice=lambda: _why_it_leaks(variant, inputs, before, after, hidden),
     )
     if not variant.capabilities.backward:
         return
@@ -237,8 +240,8 @@ def _compare_blind_rows(
         )
 
 
-def _why_it_leaks(before: Tensor, after: Tensor, hidden: Hidden) -> str:
-    """What usually causes such a difference, by its size and by the heads that show it."""
+def _why_it_leaks(variant: Any, inputs: Inputs, before: Tensor, after: Tensor, hidden: Hidden) -> str:
+    """What usually causes such a difference, by the heads that show it and by what ordinary contents do."""
     gap = (after - before).abs()
     own = torch.zeros_like(hidden.blind)
     own[:, hidden.query_heads] = True
@@ -246,7 +249,14 @@ def _why_it_leaks(before: Tensor, after: Tensor, hidden: Hidden) -> str:
         return "A hidden pair was multiplied by 0 or subtracted from itself: skip it, or put 0 in its place before the product"
     if hidden.heads != slice(None) and not bool(gap[own].any()):
         return "Heads that do not hold the key show it: hide each head's pairs before scores or weights are mixed over heads"
-    if float(gap.max()) > LARGE / 1e3:
+    alive = inputs.visible().any(dim=-1)
+    if not bool(gap[alive].any()):
+        return "Only rows that see no key show it: a fill constant turns such a row into a mean of all values, and it must be 0"
+    with torch.no_grad():
+        ordinary = torch.where(
+            hidden.blind.unsqueeze(-1), hidden.filled(inputs, 2.0, -2.0).run(variant).out, 0
+        )
+    if largest(ordinary - before) > 1e-3 * largest(inputs.value):
         return "The key takes part as if nothing hid it: the rule is dropped on this path, or read for another head, item or row"
     return "Hide a pair with -inf before the normaliser, after everything that mixes scores; a large constant leaves weight behind"
 

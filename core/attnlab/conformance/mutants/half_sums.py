@@ -21,7 +21,7 @@ OWNER = "half_precision_is_summed_in_float32"
 def summed_in(dtype: torch.dtype, terms: Tensor, dim: int, tile: int = 1) -> Tensor:
     """The sum of `terms` over an axis, from tile to tile in `dtype`."""
     total = torch.zeros_like(terms.narrow(dim, 0, 1)).to(dtype)
-    for part in terms.split(tile, dim):
+    for part in torch.split(terms, tile, dim):
         total = total + part.sum(dim, keepdim=True).to(dtype)
     return total.to(terms.dtype)
 
@@ -41,7 +41,7 @@ class SumsValuesByTiles(_Narrow):
     def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         if not self.here:
             return super().mixed(weights, v, visible)
-        parts = [w @ x for w, x in zip(weights.split(16, -1), v.split(16, -2), strict=True)]
+        parts = [w @ x for w, x in zip(torch.split(weights, 16, -1), torch.split(v, 16, -2), strict=True)]
         return summed_in(self.lower, torch.stack(parts), 0)[0]
 
 
@@ -59,7 +59,9 @@ class SumsScores(_Narrow):
     def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         if not self.here:
             return super().scores(q, k, call)
-        parts = [a @ b.transpose(-1, -2) for a, b in zip(q.split(8, -1), k.split(8, -1), strict=True)]
+        parts = [
+            a @ b.transpose(-1, -2) for a, b in zip(torch.split(q, 8, -1), torch.split(k, 8, -1), strict=True)
+        ]
         return summed_in(self.lower, torch.stack(parts), 0)[0]
 
 
