@@ -16,7 +16,7 @@ import torch
 
 import attnlab
 from attnlab import VariantUnavailable
-from attnlab_evaluations import provenance, records
+from attnlab_evaluations import provenance, records, run_folder
 from attnlab_evaluations.chosen import Chosen
 from attnlab_evaluations.pretrained import corpus, distilling, report
 from attnlab_evaluations.pretrained.agreement import agreement, embed, word_embeddings
@@ -59,7 +59,7 @@ def run_minilm(
         progress.done()
         return run.report()
 
-    return in_folder(settings.out, settings.threads, settings.resume_command(), body)
+    return in_folder(settings, SUMMARY, settings.recorded(), body)
 
 
 class _Run:
@@ -178,12 +178,12 @@ class _Run:
         """Write the summary, print the table; the exit code."""
         asked = self.settings
         goals = report.goals(self.cells, asked)
-        notes = report.legend(self.cells, asked)
+        notes = [*report.legend(self.cells, asked), *self.trainings.records.faults]
         if any(cell["status"] in records.OPEN for cell in self.cells):
             notes.append(f"go on with what is missing: {asked.resume_command()}")
         summary = {
             "schema": records.SCHEMA_VERSION,
-            "settings": asked.recorded(),
+            **run_folder.described(asked.out, SUMMARY, asked.recorded()),
             "cells": self.cells,
             "goals": goals,
             "notes": notes,
