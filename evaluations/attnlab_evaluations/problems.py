@@ -90,10 +90,8 @@ class Part:
                 ("causal", self.causal),
                 ("key_mask", self.key_mask is not None),
                 ("window", self.window is not None),
-                ("offset", self.offset is not None),
                 ("bias", self.bias is not None),
                 ("segments", self.segments is not None),
-                ("state", bool(self.past)),
                 ("gates", bool(instance.gates)),
                 ("backward", backward),
             )
@@ -111,6 +109,7 @@ class Part:
             key_dim=self.key.shape[3],
             value_dim=self.value.shape[3],
             dtype=str(self.query.dtype).removeprefix("torch."),
+            past=self.past,
             device=self.query.device.type if device is None else device.partition(":")[0],
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnlab_evaluations import provenance, records, run_folder
+from attnlab_evaluations import layout, provenance, records, run_folder
 from attnlab_evaluations.capacity import report, task, training
 from attnlab_evaluations.capacity.settings import SUMMARY, CapacitySettings
 from attnlab_evaluations.chosen import Chosen
@@ -122,8 +122,8 @@ class _Run:
             "provenance": self.facts,
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
-        lines = [report.tables(self.cells, asked), *notes, f"run folder: {asked.out}"]
-        print(text if asked.form == "json" else "\n".join(lines))
+        below = layout.paragraphs([*notes, f"run folder: {asked.out}"])
+        print(text if asked.form == "json" else f"{report.tables(self.cells, asked)}\n{below}")
         # After the table, which nobody should lose because a disk is full.
         records.write_text(asked.out / SUMMARY, text + "\n")
         return 0

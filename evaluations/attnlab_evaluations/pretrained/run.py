@@ -16,7 +16,7 @@ import torch
 
 import attnlab
 from attnlab import VariantUnavailable
-from attnlab_evaluations import provenance, records, run_folder
+from attnlab_evaluations import layout, provenance, records, run_folder
 from attnlab_evaluations.chosen import Chosen
 from attnlab_evaluations.pretrained import corpus, distilling, report
 from attnlab_evaluations.pretrained.agreement import agreement, embed, word_embeddings
@@ -191,8 +191,8 @@ class _Run:
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
         said = [report.sentence(goal) for goal in goals]
-        lines = [report.table(self.cells, asked), *notes, *said, f"run folder: {asked.out}"]
-        print(text if asked.form == "json" else "\n".join(lines))
+        below = layout.paragraphs([*notes, *said, f"run folder: {asked.out}"])
+        print(text if asked.form == "json" else f"{report.table(self.cells, asked)}\n{below}")
         # After the table, which nobody should lose because a disk is full.
         records.write_text(asked.out / SUMMARY, text + "\n")
         return 1 if asked.check and not all(goal["reached"] for goal in goals) else 0
