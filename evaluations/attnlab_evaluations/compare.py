@@ -35,7 +35,7 @@ def run_compare(
     run_checks: Callable[..., Sequence[Any]] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Do the run, write its folder, print its table. Returns 0; 1 where a variant is wrong; 130 at Ctrl-C.
+    """Do the run, write its folder, print its table. Returns 0; 1 where a variant is wrong, in a check or on the measured inputs; 130 at Ctrl-C.
 
     What is finished stays finished whatever happens; tables and provenance appear whole or not at all.
     """
@@ -176,7 +176,7 @@ class _Run:
             print(json.dumps({"null_control": null.sentence(), "notes": notes, "rows": flats}, indent=1))
         else:
             print(tables.terminal(made, null, [*notes, f"run folder: {out}"]), end="")
-        return 1 if wrong else 0
+        return 1 if wrong or any(row.status == "wrong" for row in made) else 0
 
     def _write_provenance(self, null: str | None = None) -> None:
         described = {

@@ -40,7 +40,7 @@ examples:
   attnlab compare --targets                               the goals that attnlab has set itself, side by side
 
 dot_product is always measured: it is the reference of every ratio. A run folder gets results.jsonl,
-table.md, table.csv and provenance.json. Exit code 1: a variant failed its conformance checks."""
+table.md, table.csv and provenance.json. Exit code 1: a variant failed its conformance checks, or is wrong on the measured inputs."""
 
 
 @dataclass(frozen=True)

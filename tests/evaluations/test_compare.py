@@ -157,6 +157,28 @@ def test_a_workload_that_cannot_run_is_left_out_with_its_hint(run, tmp_path, cap
     assert "missing: left out: needs the package x" in capsys.readouterr().out
 
 
+def test_a_variant_that_is_wrong_at_one_measured_shape_only_is_wrong_there(
+    run, records, tmp_path, monkeypatch, capsys
+):  # F46
+    target = attnlab.default_registry().variant_class("linearised")
+    right = target.attend
+
+    def attend(self, query, key, value, call):
+        found = right(self, query, key, value, call)
+        return attnlab.AttentionOutput(found.out + 0.67) if query.shape[2] == 24 else found
+
+    monkeypatch.setattr(target, "attend", attend)
+    assert run(tmp_path / "r", lengths=(16, 24)) == 1
+    errors = {
+        (r["coordinates"]["length"], r["status"])
+        for r in records(tmp_path / "r")
+        if r["metric"] == "error" and r["variant"] == "linearised"
+    }
+    assert errors == {(16, "ok"), (24, "wrong")}
+    assert "wrong: error 6.7e-01 at query row" in capsys.readouterr().out
+    assert "wrong: error 6.7e-01" in (tmp_path / "r" / "table.md").read_text(encoding="utf-8")
+
+
 def test_a_plugins_metric_is_recorded_beside_the_others(records, tmp_path):
     metric = SimpleNamespace(
         name="parameters", version=1, measure=lambda calls: {"count": len(calls.instances)}
