@@ -14,6 +14,8 @@ from tabulate import tabulate
 
 GAP = 2
 """Spaces between two columns."""
+HEADER_PAD = 2
+"""What tabulate adds to a header."""
 LEAST_WIDTH = 40
 LEAST_COLUMN = 10
 
@@ -38,7 +40,10 @@ def table(
     """
     room = terminal_width() if width is None else width
     cells = [[str(cell) for cell in row] for row in body]
-    widths = [max([_longest(head), *(_longest(row[n]) for row in cells)]) for n, head in enumerate(headers)]
+    widths = [
+        max([_longest(head) + HEADER_PAD, *(_longest(row[n]) for row in cells)])
+        for n, head in enumerate(headers)
+    ]
     blocks = _blocks(widths, keys, groups or list(range(len(headers) - keys)), room)
     return "\n\n".join(_drawn(headers, cells, [*range(keys), *block], widths, room) for block in blocks)
 
@@ -73,7 +78,7 @@ def _drawn(
     allowed = _narrowed([widths[n] for n in columns], room)
     return tabulate(
         [[_wrapped(row[n], at) for n, at in zip(columns, allowed, strict=True)] for row in cells],
-        headers=[_wrapped(headers[n], at) for n, at in zip(columns, allowed, strict=True)],
+        headers=[_wrapped(headers[n], at - HEADER_PAD) for n, at in zip(columns, allowed, strict=True)],
         tablefmt="simple",
         disable_numparse=True,
     )

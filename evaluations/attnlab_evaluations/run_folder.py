@@ -34,7 +34,8 @@ def opened(out: Path, summary: str, settings: Mapping[str, Any]) -> Iterator[Non
         with _locked(out):
             if choice(out, summary) is None:
                 begun = {"schema": records.SCHEMA_VERSION, UNFINISHED: False, "settings": settings}
-                records.write_text(out / summary, json.dumps(records.clean(begun), indent=1) + "\n")
+                with suppress(OSError):  # a disk that is full is told at the first record
+                    records.write_text(out / summary, json.dumps(records.clean(begun), indent=1) + "\n")
             try:
                 yield
             finally:
