@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnlab.conformance import tolerances
+from attnlab.conformance.tolerances import UNIT, derived, largest, largest_error
 from attnlab_evaluations.costs import forward_cost
 from attnlab_evaluations.estimates import sizes
 from attnlab_evaluations.problems import Calls, Part
@@ -100,8 +100,8 @@ def _judge_part(
             break
         if exact:
             plain = definition_rows(calls, n, rows, dtype=low)
-            plain_error = max(plain_error, tolerances.largest_error(plain, wanted))
-            size = max(size, tolerances.largest(wanted))
+            plain_error = max(plain_error, largest_error(plain, wanted))
+            size = max(size, largest(wanted))
     limit = _bound(part, plain_error, size) if exact else None
     return Judged(worst, limit, where, judged, part.query.shape[2])
 
@@ -134,13 +134,13 @@ def _bound(part: Part, plain_error: float, size: float) -> float:
     """The rule of the conformance checks: twice the plain formula's error, and rounding over all sums."""
     dtype = str(part.query.dtype).removeprefix("torch.")
     low = "float32" if dtype == "float64" else dtype
-    measured = plain_error * tolerances.UNIT[dtype] / tolerances.UNIT[low]
+    measured = plain_error * UNIT[dtype] / UNIT[low]
     if not math.isfinite(measured):
         measured = 0.0
     widths = part.query.shape[3] + part.key.shape[3] + part.value.shape[3]
     terms = widths + 2 * part.query.shape[2] + 2 * part.key.shape[2] + 16
-    magnitude = max(size, tolerances.largest(part.value))
-    return 2 * measured + tolerances.derived(dtype, terms, magnitude)
+    magnitude = max(size, largest(part.value))
+    return 2 * measured + derived(dtype, terms, magnitude)
 
 
 def tile_edges(length: int) -> Tensor:
@@ -242,11 +242,13 @@ def definition_rows(calls: Calls, n: int, rows: Tensor, *, dtype: torch.dtype = 
 
 
 def _on_cpu(part: Part) -> Part:
-    moved = {
-        name: None if tensor is None else tensor.cpu()
-        for name, tensor in (("key_mask", part.key_mask), ("bias", part.bias))
-    }
     segments = None if part.segments is None else (part.segments[0].cpu(), part.segments[1].cpu())
     return replace(
-        part, query=part.query.cpu(), key=part.key.cpu(), value=part.value.cpu(), segments=segments, **moved
+        part,
+        query=part.query.cpu(),
+        key=part.key.cpu(),
+        value=part.value.cpu(),
+        key_mask=None if part.key_mask is None else part.key_mask.cpu(),
+        bias=None if part.bias is None else part.bias.cpu(),
+        segments=segments,
     )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from attnlab import InvalidInput
-from attnlab._files import append_line_durable
 
 SCHEMA_VERSION = 1
 STATUS = ("ok", "wrong", "unsupported", "out of memory", "over budget", "not trained")
@@ -103,9 +102,21 @@ class Records:
         if status not in STATUS:
             raise InvalidInput(f"record: status must be one of {', '.join(STATUS)}, got {status!r}")
         record = clean({"schema": SCHEMA_VERSION, "key": key, "status": status, **fields})
-        append_line_durable(self.path, json.dumps(record, ensure_ascii=False, allow_nan=False))
+        _append(self.path, json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n")
         self._by_key[key] = record
         return record
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line, on disk when this returns. A torn last line is ended first: it spoils itself and no other."""
+    with open(path, "ab+", buffering=0) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        data = memoryview(line)
+        while data:  # one write in practice; a full disk raises and leaves a torn line
+            data = data[file.write(data) :]
+        os.fsync(file.fileno())
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ def test_built_in_variants_are_close_to_their_definitions(name, causal, padded):
     )
     assert calls.refusal is None
     # float32 over a dozen keys of order 1: a few hundred units in the last place
-    found = accuracy.judge_error(calls, draw=0)
+    found = accuracy.judge_error(calls, draw=0, seconds=600.0)
     assert found.worst < 1e-4
     assert not found.is_wrong
     assert found.rows == found.total == sum(p.query.shape[2] for p in calls.parts)
@@ -101,7 +101,7 @@ def test_all_rows_are_judged_where_that_fits_and_rows_are_drawn_anew_where_not()
     instance = WrongRows(num_heads=2, head_dim=8)
     instance.rows = range(1030, 1090)
     calls = Calls([part(2048, causal=True)], [instance], [None])
-    whole = accuracy.judge_error(calls, draw=0)
+    whole = accuracy.judge_error(calls, draw=0, seconds=600.0)
     assert whole.is_wrong
     assert whole.rows == whole.total
     orders = [torch.cat(accuracy.row_blocks(calls, 0, draw)).tolist() for draw in (1, 2, 1)]
