@@ -86,7 +86,7 @@ def _beside(variant: Any, theirs: Any, backward: bool, budget: float, seed: int)
     if pair is None:
         return UNMEASURED, NO_TIME
     note = f"{statistics.median(pair[0]) * 1e3:.3g} against {statistics.median(pair[1]) * 1e3:.4g} ms"
-    return paired_ratio(*pair, seed=seed), note
+    return paired_ratio(*pair), note
 
 
 def _memory_beside(variant: Any, theirs: Any) -> Measured:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from attnlab_evaluations.claims import original
 from attnlab_evaluations.estimates import Estimates
 from attnlab_evaluations.problems import Calls, Problem, sketch
 from attnlab_evaluations.records import OVER
-from attnlab_evaluations.rows import NULL, PHASES
-from attnlab_evaluations.settings import REFERENCE
+from attnlab_evaluations.rows import PHASES
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ def refusals(
     """Those of `names`, first come first served, that cannot be timed side by side: `(status, detail)` by name.
 
     In the backward each variant keeps copies of the inputs for as long as all are timed, so those add up: one
-    is let in where the copies of all, and the most that any single call takes beyond its own, are free. The
-    null control goes the way of the reference.
+    is let in where the copies of all, and the most that any single call takes beyond its own, are free. A
+    null control goes the way of its variant.
     """
     refused: dict[str, tuple[str, str]] = {}
     copies = most = 0.0
     for name in dict.fromkeys(names):
-        source = REFERENCE if name == NULL else name
+        source = original(name)
         calls = able[source]
         kept = calls.leaf_bytes if phase != PHASES[0] else 0
         beyond = estimates.extra_bytes(problem, phase, source, calls) - kept

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from attnlab import AttnlabError
-from attnlab_evaluations import memory
-from attnlab_evaluations.accuracy import definition_bytes, worst_error
+from attnlab_evaluations import memory, sources
+from attnlab_evaluations.accuracy import SECONDS, definition_bytes, judge_error
 from attnlab_evaluations.beforehand import Ruled, refusals, ruled_out
 from attnlab_evaluations.budget import Budget
+from attnlab_evaluations.claims import again, original, rounds_for
 from attnlab_evaluations.estimates import Estimates, operations
 from attnlab_evaluations.gate import Verdict
 from attnlab_evaluations.identity import Identity
@@ -23,6 +25,10 @@ from attnlab_evaluations.rows import NULL, PHASES
 from attnlab_evaluations.settings import REFERENCE
 from attnlab_evaluations.timing import Measurement, measure, paired_ratio, summarise
 
+ERROR_SHARE = 0.003
+"""The share of the time left that judging one cell's error may take, beyond the rows that are always judged."""
+NULLS = 3
+"""Variants of a group that are timed under two names."""
 ONE_CALL = 0.02
 """The share of the time left that a single call may take for an error, memory or model cell."""
 
@@ -40,8 +46,16 @@ class Cells:
     device: str
     estimates: Estimates
     budget: Budget
+    claims: int = 1
+    """The ratios that the run's table will hold: the more there are, the more rounds each needs."""
     keys: list[str] = field(default_factory=list)
     _untrained: set[str] = field(default_factory=set)
+    _plugins: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for metric in self.metrics:  # an edited metric measures something else under the same name
+            version = getattr(metric, "version", None)
+            self._plugins[metric.name] = {"version": version, "code": sources.digest_of(metric)}
 
     def run(self, problem: Problem, progress: Progress) -> None:
         """Every missing cell of `problem`."""
@@ -81,7 +95,7 @@ class Cells:
                 progress.say(f"{self.workload}: {place}: {name}: memory and error")
                 self._memory(problem, phase, name, found)
                 if phase == "forward":
-                    self._simple(problem, name, found, "error", lambda c=found: {"worst": worst_error(c)})
+                    self._error(problem, name, found)
         for name, found in able.items():
             for metric in self.metrics:
                 self._simple(problem, name, found, metric.name, lambda c=found, m=metric: m.measure(c))
@@ -119,7 +133,10 @@ class Cells:
         return (self.workload, str(problem.coordinates), phase)
 
     def _key(self, problem: Problem, name: str, metric: str) -> str:
-        key = self.identity.key(name, problem.coordinates, metric)
+        identity = self.identity
+        if metric in self._plugins:
+            identity = identity.extended(metric=self._plugins[metric])
+        key = identity.key(name, problem.coordinates, metric)
         if key not in self.keys:
             self.keys.append(key)
         return key
@@ -164,10 +181,6 @@ class Cells:
             return
         if self._too_much(problem, name, "forward", metric):
             return
-        lack = self.estimates.lacking(definition_bytes(calls)) if metric == "error" else None
-        if lack is not None:
-            self._put(problem, name, metric, *lack)
-            return
         try:
             value = work()
         except Exception as error:
@@ -176,6 +189,27 @@ class Cells:
         self._put(
             problem, name, metric, "not trained" if calls.learned and metric == "moves" else "ok", value=value
         )
+
+    def _error(self, problem: Problem, name: str, calls: Calls) -> None:
+        """The largest error on the measured inputs; beyond the conformance bound the cell is wrong."""
+        metric = "error"
+        if self._get(problem, name, metric) is not None or self._too_much(problem, name, PHASES[0], metric):
+            return
+        lack = self.estimates.lacking(definition_bytes(calls))
+        if lack is not None:
+            self._put(problem, name, metric, *lack)
+            return
+        draw = secrets.randbits(32)
+        try:
+            found = judge_error(calls, draw=draw, seconds=min(SECONDS, ERROR_SHARE * self.budget.left))
+        except Exception as error:
+            self._put(problem, name, metric, *fault(error))
+            return
+        value = {**asdict(found), "draw": draw}
+        if found.is_wrong:
+            self._put(problem, name, metric, "wrong", detail=found.reason(), value=value)
+        else:
+            self._put(problem, name, metric, "ok", value=value)
 
     def _memory(self, problem: Problem, phase: str, name: str, calls: Calls) -> None:
         metric = f"memory_{phase}"
@@ -220,30 +254,50 @@ class Cells:
         reference = REFERENCE if REFERENCE in able and REFERENCE not in refused else missing[0]
         names = list(dict.fromkeys([reference, *missing]))
         timed: dict[str, Callable[[], object]] = {n: getattr(able[n], phase) for n in names}
-        always = [reference]
-        if reference == REFERENCE and NULL not in refused:
-            # the same mathematics under another name, with an instance of its own
-            twin = prepare(
-                REFERENCE, able[REFERENCE].parts, seed=self.seed, random_gates=problem.random_gates
-            )
-            timed[NULL] = getattr(twin, phase)
-            always.append(NULL)
         expected = {n: self.estimates.seconds(problem, phase, n, able.get(n)) for n in timed}
-        if NULL in timed:
-            expected[NULL] = expected[reference]
+        nulls = self._nulls(problem, phase, able, names, refused, expected, reference)
+        for name in nulls:
+            # the same mathematics under another name, with an instance of its own
+            source = able[original(name)]
+            twin = prepare(original(name), source.parts, seed=self.seed, random_gates=problem.random_gates)
+            timed[name], expected[name] = getattr(twin, phase), expected[original(name)]
         found = measure(
             timed,
             reference=reference,
-            always=always,
+            always=[reference, *(n for n in nulls if n == NULL)],
             budget=seconds,
             seed=self.seed,
             expected=expected,
+            min_rounds=rounds_for(self.claims),
             synchronize=torch.cuda.synchronize if self.device.startswith("cuda") else lambda: None,
         )
-        for name in (*missing, *([NULL] if null_wanted else [])):
+        for name in (*missing, *([NULL] if null_wanted and NULL not in nulls else [])):
             self._record_time(problem, phase, name, found, reference, able.get(name))
+        for name in nulls:
+            if name == NULL or found.samples.get(
+                name
+            ):  # the others come where there is time, and are never missed
+                self._record_time(problem, phase, name, found, original(name), None)
         for calls in able.values():
             calls.free()
+
+    def _nulls(
+        self,
+        problem: Problem,
+        phase: str,
+        able: Mapping[str, Calls],
+        names: Sequence[str],
+        refused: Mapping[str, Any],
+        expected: Mapping[str, float],
+        reference: str,
+    ) -> list[str]:
+        """The null controls to time beside `names`: the reference's, and those of the cheapest others that fit too."""
+        if reference != REFERENCE or NULL in refused:
+            return []
+        cheapest = sorted((n for n in names if n != REFERENCE), key=lambda n: expected[n])
+        asked = [NULL, *(again(n) for n in cheapest[: NULLS - 1])]
+        no = refusals(problem, phase, able, [*names, *asked], self.estimates)
+        return [n for n in asked if n not in no]
 
     def _record_time(
         self, problem: Problem, phase: str, name: str, found: Measurement, reference: str, calls: Calls | None
@@ -261,13 +315,16 @@ class Cells:
             detail = "no time left" if fits else f"~{took:.2g} s"
             self._put(problem, name, phase, OVER, detail=detail, expected=took)
             return
-        summary = summarise(samples, seed=self.seed)
+        summary = summarise(samples)
         value: dict[str, Any] = {
             **vars(summary.interval),
             "spread": summary.spread,
             "rounds": summary.rounds,
             "noisy": summary.noisy,
-            "ratio": vars(paired_ratio(samples, against, seed=self.seed)) if reference == REFERENCE else None,
+            "ratio": vars(paired_ratio(samples, against))
+            if reference == REFERENCE or name != original(name)
+            else None,
+            "first_call": found.first.get(name),
         }
         cost = operations(calls, phase) if calls is not None else None
         if cost is not None:

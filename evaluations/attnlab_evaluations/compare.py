@@ -8,24 +8,23 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 import attnlab
 from attnlab import InvalidInput
-from attnlab_evaluations import folders, memory, provenance, records, rows, tables
+from attnlab_evaluations import folders, memory, provenance, records, rows, run_folder, sources, tables
 from attnlab_evaluations.budget import Budget
 from attnlab_evaluations.cells import Cells
 from attnlab_evaluations.estimates import Estimates
 from attnlab_evaluations.gate import Verdict, judge
-from attnlab_evaluations.identity import Identity, variant_identity
+from attnlab_evaluations.identity import Identity, checks_identity, forget_sources
 from attnlab_evaluations.problems import Problem
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.records import Records
 from attnlab_evaluations.rows import PHASES
-from attnlab_evaluations.settings import Settings
+from attnlab_evaluations.settings import PROVENANCE, Settings
 from attnlab_evaluations.workloads import Workload, WorkloadSettings
 
 
@@ -37,21 +36,21 @@ def run_compare(
     run_checks: Callable[..., Sequence[Any]] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Do the run, write its folder, print its table. Returns 0; 1 where a variant is wrong; 130 at Ctrl-C.
+    """Do the run, write its folder, print its table. Returns 0; 1 where a variant is wrong, in a check or on the measured inputs; 130 at Ctrl-C.
 
     What is finished stays finished whatever happens; tables and provenance appear whole or not at all.
     """
     check_device(settings.device)
     before = torch.get_num_threads()
     progress = Progress()
-    made = folders.make(settings.out)
     try:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        run = _Run(settings, workloads, metrics, run_checks or attnlab.run_checks, progress, clock)
-        run.measure()
-        progress.done()
-        return run.report()
+        with run_folder.opened(settings.out, PROVENANCE, settings.recorded()):
+            if settings.threads is not None:
+                torch.set_num_threads(settings.threads)
+            run = _Run(settings, workloads, metrics, run_checks or attnlab.run_checks, progress, clock)
+            run.measure()
+            progress.done()
+            return run.report()
     except KeyboardInterrupt:
         progress.done()
         if folders.holds_run(settings.out):
@@ -61,10 +60,6 @@ def run_compare(
         print(f"interrupted; {said}", file=sys.stderr)
         return 130
     finally:
-        if not folders.holds_run(settings.out):  # no records: no run
-            with suppress(OSError):
-                (settings.out / "provenance.json").unlink()
-            folders.unmake(made)
         gc.unfreeze()
         progress.done()
         torch.set_num_threads(before)
@@ -89,7 +84,8 @@ class _Run:
         self.used: dict[str, Any] = {}
         self.records = Records(settings.out / folders.RESULTS)
         self.seen: list[str] = []  # keys of this run, old and new: a resumed folder may hold stale cells too
-        variant_identity.cache_clear()  # a process may run twice, with a variant edited in between
+        forget_sources()
+        self.checks = checks_identity()
         self.identity = Identity(provenance.key_inputs(self.facts), settings.seed, settings.device)
 
     def measure(self) -> None:
@@ -113,13 +109,19 @@ class _Run:
         gc.freeze()  # the collections before each timing then skip what the libraries hold: 0.1 s each
         room = memory.free_bytes(self.settings.device)
         budget = Budget(self.settings.budget, _weights(ready, room), self.clock)
+        able = sum(v.status == "ok" for v in self.verdicts.values())
+        claims = max(1, able - 1) * len(PHASES) * sum(len(problems) for _, problems, _ in ready)
         for workload, problems, facts in ready:
             cells = Cells(
                 workload=workload.name,
                 identity=self.identity.extended(
-                    workload=workload.name, version=workload.version, facts=facts
+                    workload=workload.name,
+                    version=workload.version,
+                    code=sources.digest_of(workload),
+                    facts=facts,
                 ),
                 records=self.records,
+                claims=claims,
                 verdicts=self.verdicts,
                 metrics=self.metrics,
                 seed=self.settings.seed,
@@ -132,7 +134,7 @@ class _Run:
             self.seen += cells.keys
 
     def _judge(self, name: str) -> Verdict:
-        key = self.identity.key(name, {}, "conformance")
+        key = self.identity.extended(checks=self.checks).key(name, {}, "conformance")
         self.seen.append(key)
         found = self.records.get(key)
         if found is None:
@@ -160,32 +162,35 @@ class _Run:
         mine = [r for key in dict.fromkeys(self.seen) if (r := self.records.get(key)) is not None]
         made = rows.build(mine, settings.variants)
         null = rows.null_control(mine)
+        rows.fill_claims(made, null)
         wrong = {n: v for n, v in self.verdicts.items() if v.status == "wrong"}
         registry = "".join(f"--registry {shlex.quote(str(file))} " for file in settings.registry)
         notes = [
+            *self.records.faults,
             *self.notes,
             *(f"{n}: wrong: {v.reason}; repeat with: attnlab {registry}check {n}" for n, v in wrong.items()),
         ]
         self._write_provenance(null.sentence())
         records.write_text(out / "table.md", tables.markdown(made, null, notes))
-        records.write_text(out / "table.csv", tables.as_csv(made, null))
+        records.write_text(out / "table.csv", tables.as_csv(made))
         if settings.form == "json":
-            flats = [records.clean(tables.flat(row, null)) for row in made]
+            flats = [records.clean(tables.flat(row)) for row in made]
             print(json.dumps({"null_control": null.sentence(), "notes": notes, "rows": flats}, indent=1))
         else:
             print(tables.terminal(made, null, [*notes, f"run folder: {out}"]), end="")
-        return 1 if wrong else 0
+        return 1 if wrong or any(row.status == "wrong" for row in made) else 0
 
-    def _write_provenance(self, null: str = "not finished") -> None:
+    def _write_provenance(self, null: str | None = None) -> None:
         described = {
             "schema": records.SCHEMA_VERSION,
-            "settings": self.settings.recorded(),
+            "finished": null is not None,
+            **run_folder.described(self.settings.out, PROVENANCE, self.settings.recorded()),
             "workloads": self.used,
-            "null_control": null,
+            "null_control": null or "not finished",
             **self.facts,
         }
         text = json.dumps(records.clean(described), indent=1, ensure_ascii=False) + "\n"
-        records.write_text(self.settings.out / "provenance.json", text)
+        records.write_text(self.settings.out / PROVENANCE, text)
 
 
 def _weights(

@@ -50,6 +50,8 @@ class Estimates:
 
         `beside` are bytes that will be taken before the call and are not yet.
         """
+        if phase != PHASES[0] and any(part.past for part in calls.parts):
+            return "unsupported", "a step of decoding has no backward pass here"
         if phase != PHASES[0]:
             reasons = calls.instances[0].supports(calls.parts[0].request(calls.instances[0], backward=True))
             if reasons:
@@ -118,7 +120,7 @@ def operations(calls: Calls, phase: str) -> tuple[float, float] | None:
     flops = special = 0.0
     for part, instance in zip(calls.parts, calls.instances, strict=True):
         found = costs.forward_cost(
-            instance.formula, **sizes(part), causal=part.causal, options=instance.options
+            instance.formula, **sizes(part), pairs=part.pairs, causal=part.causal, options=instance.options
         )
         if found is None:
             return None

@@ -50,20 +50,17 @@ def fresh(now: datetime, under: Path = RUNS) -> Path:
     return out
 
 
-def to_go_on_in(asked: str | None, command: str, now: datetime, names: Iterable[str]) -> Path:
-    """The folder of a command whose run goes on where the folder holds one: what `--out` names, else a fresh one.
+def to_go_on_in(asked: str | None, command: str, now: datetime) -> Path:
+    """The folder of a command whose run is resumed where the folder holds one: what `--out` names, else a fresh one.
 
-    Raises as `asked_for`, and where a folder without a run holds files called as one of `names`. Makes nothing.
+    Raises as `asked_for`. Makes nothing.
     """
-    out = asked_for(str(fresh(now, RUNS / command)) if asked is None else asked)
-    if not holds_run(out):
-        refuse_replacing(out, names)
-    return out
+    return asked_for(str(fresh(now, RUNS / command)) if asked is None else asked)
 
 
-def newest_run() -> Path:
-    """The last run in `RUNS`, by name, which is its time."""
-    runs = sorted(p.parent for p in RUNS.glob(f"*/{RESULTS}"))
+def newest_run(summary: str) -> Path:
+    """The last run in `RUNS`, by name, which is its time; one that has only its `summary` yet counts."""
+    runs = sorted({p.parent for name in (RESULTS, summary) for p in RUNS.glob(f"*/{name}")})
     if not runs:
         raise InvalidInput(
             f"--resume: there is no run in {RUNS}{os.sep} to go on with; give its folder with --out"

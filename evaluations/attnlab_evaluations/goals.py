@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab_evaluations.timing import MAX_ROUNDS, Interval, measure
+from attnlab_evaluations.timing import LEVEL, MAX_ROUNDS, Interval, measure
 
 UNMEASURED = Interval(math.nan, math.nan, math.nan)
 NO_TIME = "no time left; give more --budget"
@@ -27,11 +27,13 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """`met`, `missed`, `within noise`, `not measured` or `no goal`."""
+        """`met`, `missed`, `within noise`, `too few rounds`, `not measured` or `no goal`."""
         if math.isnan(self.found.median):
             return "not measured"
         if self.goal is None:
             return "no goal"
+        if self.found.level < LEVEL:
+            return "too few rounds"
         if self.found.high <= self.goal:
             return "met"
         return "missed" if self.found.low > self.goal else "within noise"

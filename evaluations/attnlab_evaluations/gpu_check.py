@@ -22,14 +22,14 @@ import torch
 from attnlab import PluginError
 from attnlab.conformance import iter_checks
 from attnlab.conformance.sharing import Workers
-from attnlab_evaluations import folders, gpu_tables, provenance, records
+from attnlab_evaluations import folders, gpu_tables, layout, provenance, records, run_folder
 from attnlab_evaluations.budget import Budget
 from attnlab_evaluations.cells import fault
 from attnlab_evaluations.compare import check_device
 from attnlab_evaluations.gate import FAILING, Verdict, judge
 from attnlab_evaluations.gpu_settings import SUMMARY, TIMED, GpuSettings
 from attnlab_evaluations.gpu_speed import Cell, plan, run_cell
-from attnlab_evaluations.identity import Identity, variant_identity
+from attnlab_evaluations.identity import Identity, checks_identity, forget_sources
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.records import OVER, Records
 
@@ -60,20 +60,19 @@ def run_gpu_check(
     began = clock() if began is None else began
     check_device(settings.device)
     progress = Progress()
-    made = folders.make(settings.out)
     try:
-        run = _Run(settings, progress, clock, began)
-        run.check(checker)
-        run.time(cell_runner)
-        progress.done()
-        return run.report()
+        with run_folder.opened(settings.out, SUMMARY, settings.recorded()):
+            run = _Run(settings, progress, clock, began)
+            run.check(checker)
+            run.time(cell_runner)
+            progress.done()
+            return run.report()
     except KeyboardInterrupt:
         progress.done()
         print(f"interrupted; go on with: {settings.resume_command()}", file=sys.stderr)
         return 130
     finally:
         progress.done()
-        folders.unmake(made)  # it stays where it holds a record
 
 
 class _Run:
@@ -85,7 +84,7 @@ class _Run:
         self.end = began + settings.budget
         self.facts = provenance.collect(torch.get_num_threads())
         self.records = Records(settings.out / folders.RESULTS)
-        variant_identity.cache_clear()  # a process may run twice, with a variant edited in between
+        forget_sources()
         self.identity = Identity(
             provenance.key_inputs(self.facts), 0, settings.device, {"command": "gpu-check"}
         )
@@ -95,9 +94,10 @@ class _Run:
     def check(self, checker: Checker | None) -> None:
         """Conformance, variant by variant, until its share of the time is gone."""
         with _checks(self.settings, self.checks_end) if checker is None else _given(checker) as results:
+            judging = self.identity.extended(checks=checks_identity())
             for name in self.settings.variants:
                 self.progress.say(f"{name}: conformance checks")
-                key = self.identity.key(name, {}, "conformance")
+                key = judging.key(name, {}, "conformance")
                 self.checked[name] = self.records.get(key) or self._judged(name, key, results)
 
     def _judged(self, name: str, key: str, results: Checker) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class _Run:
         everything = [*checked, *self.timed]
         summary = {
             "schema": records.SCHEMA_VERSION,
-            "settings": settings.recorded(),
+            **run_folder.described(settings.out, SUMMARY, settings.recorded()),
             "conformance": checked,
             "speed": self.timed,
             "provenance": self.facts,
@@ -204,6 +204,7 @@ class _Run:
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
         records.write_text(settings.out / SUMMARY, text + "\n")
         notes = [f"{r['variant']}: {r['value']['message']}" for r in checked if r["value"]["message"]]
+        notes += self.records.faults
         if any(r["status"] in records.OPEN for r in everything):
             notes.append(f"go on with what is missing: {settings.resume_command()}")
         notes.append(
@@ -211,11 +212,16 @@ class _Run:
         )
         parts = ["conformance", gpu_tables.checks_table(checked), ""]
         parts += (
-            ["speed, bfloat16", gpu_tables.speed_table(self.timed), gpu_tables.LEGEND, ""]
+            [
+                "speed, bfloat16",
+                gpu_tables.speed_table(self.timed),
+                layout.paragraphs([gpu_tables.LEGEND]),
+                "",
+            ]
             if self.timed
             else []
         )
-        print(text if settings.form == "json" else "\n".join([*parts, *notes]))
+        print(text if settings.form == "json" else "\n".join([*parts, layout.paragraphs(notes)]))
         complete = all(r["status"] in ("ok", "unsupported") for r in checked)
         passed = complete and any(r["status"] == "ok" for r in checked)
         return 0 if passed and not any(r["status"] == "wrong" for r in self.timed) else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import attnlab
 from attnlab import InvalidInput, UnknownVariant
 from attnlab.errors import nearest
-from attnlab_evaluations import folders
-from attnlab_evaluations.settings import number
+from attnlab_evaluations import folders, run_folder
+from attnlab_evaluations.settings import number, or_default
 
 BUDGET = 520.0
 """Seconds of the whole run: below 9 minutes with what Python takes to begin and end."""
@@ -37,6 +38,15 @@ same machine are not measured again. Exit code 0: every variant passed; 1: somet
 for lack of time; 2: the device is not there."""
 
 
+RECORDED: dict[str, Callable[[Any], Any]] = {
+    "only": lambda kept: list(kept["only"]),
+    "budget": lambda kept: f"{kept['budget']:g}",
+    "device": lambda kept: kept["device"],
+}
+"""How a run's recorded settings read on the command line, by option."""
+FLAGS = {"only": "--only", "device": "--device", "variants": "--only"}
+
+
 @dataclass(frozen=True)
 class GpuSettings:
     """A run, fully spelled out; `in_process`: checks run in the process that asks, with no others beside it."""
@@ -57,7 +67,12 @@ class GpuSettings:
 
     def recorded(self) -> dict[str, Any]:
         """What the summary keeps: no folder or file names, which may hold a person's."""
-        return {"device": self.device, "budget": self.budget, "variants": self.variants}
+        return {
+            "device": self.device,
+            "budget": self.budget,
+            "variants": self.variants,
+            "only": self.only,
+        }
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
@@ -83,12 +98,12 @@ def configure(parser: ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--device", default="cuda", help="cuda, cuda:1, or cpu to try the command; default: %(default)s")
-    add("--budget", metavar="SECONDS", default=f"{BUDGET:g}", help="time for all of it; default: %(default)s")
+    add("--device", help="cuda, cuda:1, or cpu to try the command; default: cuda")
+    add("--budget", metavar="SECONDS", help=f"time for all of it; default: {BUDGET:g}")
     add(
         "--out",
         metavar="FOLDER",
-        help=f"the run folder; one that holds a run is gone on with; default: {folders.RUNS}/gpu-check/<time>",
+        help=f"the run folder; one that holds a run is resumed, as it was begun; default: {folders.RUNS}/gpu-check/<time>",
     )
     add("--only", metavar="NAME", nargs="+", default=[], help="these variants; default: all for the device")
     add("--format", choices=("table", "json"), default="table", dest="form", help="on stdout")
@@ -96,27 +111,26 @@ def configure(parser: ArgumentParser) -> None:
 
 def settle(args: Namespace, now: datetime | None = None) -> GpuSettings:
     """`GpuSettings` from parsed arguments; `InvalidInput` or `UnknownVariant` for what makes no sense."""
-    device = args.device
+    out, recorded = run_folder.begun_or_new(
+        args.out, "gpu-check", now or datetime.now(), SUMMARY, args, RECORDED
+    )
+    device = or_default(args.device, "cuda")
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise InvalidInput(f"--device: expected cuda or cpu, got {device!r}; leave --device out for cuda")
-    if args.out is not None:
-        out = folders.asked_for(args.out)
-    else:
-        out = folders.fresh(now or datetime.now(), folders.RUNS / "gpu-check")
-        folders.asked_for(str(out))
-    if not folders.holds_run(out):
-        folders.refuse_replacing(out, [SUMMARY])
-    return GpuSettings(
+    run_folder.refuse_replacing(out, SUMMARY, [SUMMARY])
+    settings = GpuSettings(
         variants=_variants(args.only, kind),
         out=out,
         device=device,
-        budget=number("--budget", args.budget, float, 1),
+        budget=number("--budget", or_default(args.budget, f"{BUDGET:g}"), float, 1),
         form=args.form,
         only=tuple(args.only),
         registry=tuple(getattr(args, "registry", None) or ()),
         in_process=bool(getattr(args, "in_process", False)),
     )
+    run_folder.refuse_another(out, recorded, settings.recorded(), FLAGS)
+    return settings
 
 
 def _variants(only: list[str], kind: str) -> tuple[str, ...]:

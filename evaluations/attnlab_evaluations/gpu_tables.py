@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tabulate import tabulate
-
+from attnlab_evaluations import layout
 from attnlab_evaluations.gpu_speed import BACKENDS, OURS
 from attnlab_evaluations.records import OVER
+from attnlab_evaluations.tables import level_text
 
-WIDEST = 24
 LEGEND = """\
 TFLOP/s by the definition's FLOPs: forward 4 B H Lq Lk D, causal half, window: its keys; backward 2.5 times that.
 ratio: attnlab's time over the fastest backend's, paired by round, with its 95% interval. A window's backends get a mask."""
@@ -26,7 +25,7 @@ def said(record: dict[str, Any]) -> str:
 def checks_table(checked: Sequence[dict[str, Any]]) -> str:
     """One line a variant."""
     body = [(r["variant"], said(r), r["value"]["checks"], f"{r['seconds']:.1f}") for r in checked]
-    return _table(("variant", "status", "cases", "seconds"), body)
+    return layout.table(("variant", "status", "cases", "seconds"), body)
 
 
 def speed_table(timed: Sequence[dict[str, Any]]) -> str:
@@ -38,7 +37,8 @@ def speed_table(timed: Sequence[dict[str, Any]]) -> str:
         mine = calls.get(OURS)
         shown = "none"
         if ratio:
-            shown = f"{ratio['median']:.3g} [{ratio['low']:.3g}, {ratio['high']:.3g}] {ratio['best']}"
+            interval = f"[{ratio['low']:.3g}, {ratio['high']:.3g}]{level_text(ratio.get('level'))}"
+            shown = f"{ratio['median']:.3g} {interval} {ratio['best']}"
         body.append(
             (
                 record["variant"],
@@ -53,7 +53,7 @@ def speed_table(timed: Sequence[dict[str, Any]]) -> str:
             )
         )
     header = ("variant", "L", "D", "causal", "pass", "ms", "attnlab TFLOP/s", *BACKENDS, "ratio")
-    return _table(header, body)
+    return layout.table(header, body, keys=5, groups=(0, 0, *(1 for _ in BACKENDS), 2))
 
 
 def _rate(call: dict[str, Any] | None) -> str:
@@ -63,8 +63,3 @@ def _rate(call: dict[str, Any] | None) -> str:
     if call["status"] != "ok":
         return f"{call['status']}: {call['reason']}"
     return f"{call['tflops']:.3g}"
-
-
-def _table(header: Sequence[str], body: Sequence[Sequence[Any]]) -> str:
-    widths = [WIDEST if len(header) > 4 else None for _ in header]
-    return tabulate(body, headers=header, tablefmt="simple", disable_numparse=True, maxcolwidths=widths)

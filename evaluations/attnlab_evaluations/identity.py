@@ -8,20 +8,17 @@ A key changes with anything its numbers depend on, so a finished cell is never m
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import attnlab
 from attnlab import AttnlabError
-from attnlab_evaluations import provenance
+from attnlab_evaluations import provenance, sources
+from attnlab_evaluations.claims import original
 from attnlab_evaluations.records import key_of
-from attnlab_evaluations.rows import NULL
-from attnlab_evaluations.settings import REFERENCE
 
-TASK_VERSION = 1
+TASK_VERSION = 2
 """Grows when a metric's meaning changes; it is part of every key."""
 
 
@@ -46,7 +43,7 @@ class Identity:
                 "seed": self.seed,
                 "device": self.device,
                 **self.more,
-                "variant": variant_identity(REFERENCE if variant == NULL else variant),
+                "variant": variant_identity(original(variant)),
                 "as": variant,
                 "coordinates": coordinates,
                 "metric": metric,
@@ -56,13 +53,16 @@ class Identity:
 
 @functools.cache
 def variant_identity(name: str) -> dict[str, Any]:
-    """What makes a variant itself: target, options, its distribution and version, its source's hash."""
+    """What makes a variant itself: target, options, its distribution and version, the hash of the code it runs.
+
+    The hash covers its whole package, the files of its base classes and what those import (`sources.digest_of`).
+    """
     info = attnlab.info(name)
     source = None
     try:
-        found = inspect.getsourcefile(attnlab.default_registry().variant_class(name))
-        source = provenance.file_digest(Path(found)) if found else None
-    except (AttnlabError, TypeError, OSError):
+        cls = attnlab.default_registry().variant_class(name)
+        source = sources.digest_of(cls) or _own_source()
+    except (AttnlabError, OSError):
         pass  # it cannot be loaded; the gate says so
     row = provenance.file_digest(info.file) if info.file is not None and info.file.is_file() else None
     return {
@@ -74,3 +74,22 @@ def variant_identity(name: str) -> dict[str, Any]:
         "source": source,
         "registry": row if source is None else None,
     }
+
+
+@functools.cache
+def _own_source() -> str:
+    return provenance.source_digest(sources.PACKAGES)
+
+
+def checks_identity() -> list[str]:
+    """What the conformance checks of plugins are: names and hashes of their code; attnlab's own are in `source`."""
+    from attnlab.hooks import plugin_manager
+
+    found = plugin_manager().gather("attnlab_checks")
+    return sorted(f"{getattr(check, 'name', check)}={sources.digest_of(check)}" for check in found)
+
+
+def forget_sources() -> None:
+    """Read all sources again: a process may run twice, with a variant edited in between."""
+    variant_identity.cache_clear()
+    _own_source.cache_clear()

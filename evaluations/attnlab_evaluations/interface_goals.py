@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnlab import VariantUnavailable
 from attnlab_evaluations.goals import NO_TIME, UNMEASURED, Target, random_inputs, time_pair
-from attnlab_evaluations.timing import bootstrap_median
+from attnlab_evaluations.timing import median_interval
 
 MOST = 4.0
 """Microseconds that a call may cost more."""
@@ -61,7 +61,7 @@ def overhead(kind: str, budget: float, seed: int) -> Target:
         return Target(what, PEER, UNMEASURED, "us", MOST, NO_TIME)
     differences = [(a - b) * 1e6 for a, b in zip(*pair, strict=True)]
     note = f"{statistics.median(pair[0]) * 1e6:.1f} against {statistics.median(pair[1]) * 1e6:.1f} us a call"
-    return Target(what, PEER, bootstrap_median(differences, seed=seed), "us", MOST, note)
+    return Target(what, PEER, median_interval(differences), "us", MOST, note)
 
 
 def _mask(make: Callable[..., Any], kind: str) -> Tensor | None:

@@ -15,23 +15,71 @@ import torch
 from torch import Tensor
 
 import attnlab
-from attnlab import Attention, Request, UnsupportedRequest
+from attnlab import Attention, AttnlabError, InvalidInput, Request, UnsupportedRequest
+from attnlab_evaluations import costs
+
+SPARE_TOKENS = 64
+"""Tokens that timed steps of decoding may add to a cache before it is cut back."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The inputs of one attention call; `key_mask` bool `[B, Lk]`, True = present."""
+    """The inputs of one attention call, in the words of `Attention.forward`.
+
+    `key_mask` bool `[B, Lk]`, True = present; `window` (left, right), None for no limit; `offset` the first query's
+    position; `bias` broadcasts to `[B, H, Lq, Lk]`; `segments` int `[B, Lq]` and `[B, Lk]`. With `past` > 0 the call is
+    a step of decoding: the first `past` keys and values are in the state, the queries belong to those after them.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     causal: bool = False
     key_mask: Tensor | None = None
+    window: tuple[int | None, int | None] | None = None
+    offset: int | None = None
+    bias: Tensor | None = None
+    segments: tuple[Tensor, Tensor] | None = None
+    past: int = 0
+
+    def __post_init__(self) -> None:
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        if self.past and (self.past + queries != keys or self.offset is not None):
+            raise InvalidInput(
+                f"Part: with past={self.past} expected {keys - self.past} queries at the end of {keys} keys and no offset, "
+                f"got {queries} queries, offset={self.offset}"
+            )
+        if self.past and (self.key_mask is not None or self.segments is not None or self.bias is not None):
+            raise InvalidInput("Part: key_mask, segments and bias cannot be stated together with past")
+
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        """`[B, H, Lq, Lk]`."""
+        return (*self.query.shape[:3], self.key.shape[2])
+
+    @property
+    def first_position(self) -> int:
+        """The first query's position among the keys."""
+        if self.past or self.offset is not None:
+            return self.past or self.offset or 0
+        ordered = self.causal or self.window is not None
+        return self.key.shape[2] - self.query.shape[2] if ordered else 0
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs a head, as causality, window and offset have it; masks and segments hide more."""
+        return costs.visible_pairs(
+            self.query.shape[2],
+            self.key.shape[2],
+            causal=self.causal,
+            offset=self.first_position,
+            window=self.window,
+        )
 
     @property
     def nbytes(self) -> int:
         """The bytes that its tensors hold; of an outline, that they would."""
-        held = (self.query, self.key, self.value, self.key_mask)
+        held = (self.query, self.key, self.value, self.key_mask, self.bias, *(self.segments or ()))
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     def request(self, instance: Attention, *, backward: bool, device: str | None = None) -> Request:
@@ -41,6 +89,9 @@ class Part:
             for word, on in (
                 ("causal", self.causal),
                 ("key_mask", self.key_mask is not None),
+                ("window", self.window is not None),
+                ("bias", self.bias is not None),
+                ("segments", self.segments is not None),
                 ("gates", bool(instance.gates)),
                 ("backward", backward),
             )
@@ -58,6 +109,7 @@ class Part:
             key_dim=self.key.shape[3],
             value_dim=self.value.shape[3],
             dtype=str(self.query.dtype).removeprefix("torch."),
+            past=self.past,
             device=self.query.device.type if device is None else device.partition(":")[0],
         )
 
@@ -68,22 +120,37 @@ class Part:
             asked["causal"] = True
         if self.key_mask is not None:
             asked["key_mask"] = self.key_mask
+        stated = (
+            ("window", self.window),
+            ("offset", self.offset),
+            ("bias", self.bias),
+            ("segments", self.segments),
+        )
+        asked.update({name: value for name, value in stated if value is not None})
         return asked
 
     def visible(self, rows: Tensor | None = None) -> Tensor:
-        """Who sees whom, `[B, H, rows, Lk]`, from the rule itself: key not after query, key present.
+        """Who sees whom, `[B, H, rows, Lk]`, from the rules themselves: causality, window, key mask and segments.
 
-        `rows` are the query positions that are asked about, int64 `[rows]`; None: all of them. Nothing of
-        the size of all pairs is made for a few rows.
+        `rows` are the query rows that are asked about, int64 `[rows]`; None: all of them. Nothing of the size of all
+        pairs is made for a few rows.
         """
         batch, heads, n_q, _ = self.query.shape
         n_k, device = self.key.shape[2], self.query.device
         asked = torch.arange(n_q, device=device) if rows is None else rows.to(device)
+        before = (asked + self.first_position)[:, None] - torch.arange(n_k, device=device)  # [rows, Lk]
+        left, right = self.window if self.window is not None else (None, None)
+        seen = torch.ones(len(asked), n_k, dtype=torch.bool, device=device)
         if self.causal:
-            seen = torch.arange(n_k, device=device)[None, :] <= asked[:, None]  # [rows, Lk]
-        else:
-            seen = torch.ones(len(asked), n_k, dtype=torch.bool, device=device)
+            seen &= before >= 0
+        if left is not None:
+            seen &= before <= left
+        if right is not None:
+            seen &= -before <= right
         whole = seen.expand(batch, heads, len(asked), n_k)
+        if self.segments is not None:
+            mine, theirs = self.segments
+            whole = whole & (mine[:, asked, None] == theirs[:, None, :])[:, None]
         return whole if self.key_mask is None else whole & self.key_mask[:, None, None, :]
 
 
@@ -119,6 +186,8 @@ class Calls:
     refusal: str | None = None
     _leaves: list[list[Tensor]] = field(default_factory=list)
     _cotangents: list[Tensor] = field(default_factory=list)
+    _past: dict[int, Any] = field(default_factory=dict)
+    _going: dict[int, Any] = field(default_factory=dict)
 
     @property
     def learned(self) -> bool:
@@ -147,15 +216,55 @@ class Calls:
     def forward(self) -> list[Tensor]:
         """Every part's output, nothing recorded."""
         with torch.no_grad():
-            return [self.one(n) for n in range(len(self.parts))]
+            return [self._next(n) if part.past else self.one(n) for n, part in enumerate(self.parts)]
 
     def one(self, n: int) -> Tensor:
-        """Part `n`'s output."""
+        """Part `n`'s output. A step of decoding starts from the state behind its past."""
         part = self.parts[n]
+        if part.past:
+            state = self.past_state(n).clone()
+            return self._step(n, state).out
         asked = part.keywords()
         if self.gates[n]:
             asked["gates"] = self.gates[n]
         return self.instances[n](part.query, part.key, part.value, **asked).out
+
+    def past_state(self, n: int) -> Any:
+        """The state that holds the past of part `n`, fed once and kept until `free`."""
+        if n not in self._past:
+            part, instance = self.parts[n], self.instances[n]
+            state = instance.init_state(part.query.shape[0], part.key.shape[2] + SPARE_TOKENS)
+            query = torch.zeros_like(part.query[:, :, :1]).expand(-1, -1, part.past, -1).contiguous()
+            asked = {**part.keywords(), **self._gates_of(n, slice(0, part.past))}
+            key, value = part.key[:, :, : part.past], part.value[:, :, : part.past]
+            with torch.no_grad():
+                self._past[n] = instance(query, key, value, state=state, **asked).state
+        return self._past[n]
+
+    def _step(self, n: int, state: Any) -> Any:
+        part = self.parts[n]
+        asked = {**part.keywords(), **self._gates_of(n, slice(part.past, None))}
+        key, value = part.key[:, :, part.past :], part.value[:, :, part.past :]
+        return self.instances[n](part.query, key, value, state=state, **asked)
+
+    def _gates_of(self, n: int, tokens: slice) -> dict[str, Any]:
+        gates = self.gates[n]
+        return {"gates": {name: gate[:, :, tokens] for name, gate in gates.items()}} if gates else {}
+
+    def _next(self, n: int) -> Tensor:
+        """A step from where the step before ended, as decoding goes; a cache is cut back before it grows by much."""
+        part = self.parts[n]
+        state = self._going.pop(n, None)
+        if state is None:
+            state = self.past_state(n).clone()
+        elif getattr(state, "length", 0) + part.query.shape[2] > part.key.shape[2] + SPARE_TOKENS:
+            try:
+                state = state.crop(part.past)
+            except AttnlabError:  # a recurrence cannot go back, and its steps cost the same at any length
+                state = self.past_state(n).clone()
+        answer = self._step(n, state)
+        self._going[n] = answer.state
+        return answer.out
 
     def forward_backward(self) -> None:
         """Every part's output and the gradients of inputs and parameters, one part after another."""
@@ -179,6 +288,8 @@ class Calls:
         """Drop what `forward_backward` kept."""
         self._leaves.clear()
         self._cotangents.clear()
+        self._past.clear()
+        self._going.clear()
 
 
 def prepare(name: str, parts: Sequence[Part], *, seed: int, random_gates: bool) -> Calls:

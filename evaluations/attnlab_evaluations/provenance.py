@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("attnlab", "attnlab_plugins", "attnlab_evaluations")
+from attnlab_evaluations.sources import PACKAGES, code_below
+
 VERSIONS = (
     "torch",
     "triton",
@@ -53,19 +54,12 @@ def collect(threads: int) -> dict[str, Any]:
 
 
 def key_inputs(provenance: dict[str, Any]) -> dict[str, Any]:
-    """The part of the provenance that belongs into every cell's key: a change makes old cells stale."""
-    wanted = (
-        "attnlab",
-        "commit",
-        "dirty",
-        "source",
-        "python",
-        "system",
-        "processor",
-        "threads",
-        "versions",
-        "cuda",
-    )
+    """The part of the provenance that belongs into every cell's key: a change makes old cells stale.
+
+    Contents count, not how they came about: commit, uncommitted files and the system's release are provenance alone.
+    A run folder within a checkout makes it dirty, and that changes no number.
+    """
+    wanted = ("attnlab", "source", "python", "processor", "threads", "versions", "cuda")
     found = {name: provenance[name] for name in wanted}
     found["torch_config"] = hashlib.sha256(provenance["torch_config"].encode("utf-8")).hexdigest()
     return found
@@ -103,7 +97,7 @@ def commit(file: Path) -> dict[str, Any]:
 
 
 def source_digest(packages: Iterable[str]) -> str:
-    """A hash of the packages' Python and YAML files, names and contents: it works without git too."""
+    """A hash of the packages' code and registry files, names and contents: it works without git too."""
     digest = hashlib.sha256()
     for name in packages:
         try:
@@ -111,7 +105,7 @@ def source_digest(packages: Iterable[str]) -> str:
         except ImportError:
             continue
         for root in sorted(str(p) for p in module.__path__):
-            for file in sorted(p for p in Path(root).rglob("*") if p.suffix in (".py", ".yaml")):
+            for file in code_below(Path(root)):
                 digest.update(file.relative_to(root).as_posix().encode("utf-8") + b"\0")
                 digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -47,36 +47,33 @@ def clean(value: Any) -> Any:
 
 
 class Records:
-    """The records of one run folder. Opening reads what is there; a torn last line is cut off.
+    """The records of one run folder. Opening reads what is there and changes nothing.
 
-    Cells that lacked time or memory do not count as finished when they are read back.
+    A line that is no record costs its own cell only: `faults` names it, and the cell is measured again. Cells that
+    lacked time or memory do not count as finished when they are read back. One process writes at a time: a run holds
+    its folder's lock.
 
-    Raises `InvalidInput` for a line in the middle that is not a record, or one of another schema.
+    Raises `InvalidInput` for a record of another schema.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.faults: list[str] = []
         self._by_key: dict[str, dict[str, Any]] = {}
         if path.exists():
             self._load()
 
     def _load(self) -> None:
-        raw = self.path.read_bytes()
-        lines = raw.split(b"\n")
-        whole = 0  # bytes up to the end of the last good line
+        lines = self.path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
-            last = number == len(lines)
             if not line.strip():
-                whole += len(line) + (0 if last else 1)
                 continue
-            record = None if last else _parse(line)
+            record = None if number == len(lines) else _parse(line)  # a last line without its end may be torn
             if record is None:
-                if any(rest.strip() for rest in lines[number:]):
-                    raise InvalidInput(
-                        f"{self.path}:{number}: expected a record (one JSON object with schema and key), "
-                        f"got {line[:60]!r}; move the file away to start anew"
-                    )
-                break
+                self.faults.append(
+                    f"{self.path.name}:{number}: not a whole record, left out; its cell is measured again"
+                )
+                continue
             if record["schema"] != SCHEMA_VERSION:
                 raise InvalidInput(
                     f"{self.path}:{number}: expected schema {SCHEMA_VERSION}, got {record['schema']!r}; it "
@@ -86,10 +83,6 @@ class Records:
                 self._by_key.pop(record["key"], None)
             else:
                 self._by_key[record["key"]] = record
-            whole += len(line) + 1
-        if whole < len(raw):
-            with open(self.path, "r+b") as file:
-                file.truncate(whole)
 
     def __contains__(self, key: str) -> bool:
         return key in self._by_key
@@ -109,18 +102,21 @@ class Records:
         if status not in STATUS:
             raise InvalidInput(f"record: status must be one of {', '.join(STATUS)}, got {status!r}")
         record = clean({"schema": SCHEMA_VERSION, "key": key, "status": status, **fields})
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        handle = os.open(self.path, flags, 0o644)
-        try:
-            data = line.encode("utf-8")
-            while data:  # one write in practice; a full disk raises and leaves a torn line that loading cuts
-                data = data[os.write(handle, data) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _append(self.path, json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n")
         self._by_key[key] = record
         return record
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line, on disk when this returns. A torn last line is ended first: it spoils itself and no other."""
+    with open(path, "ab+", buffering=0) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        data = memoryview(line)
+        while data:  # one write in practice; a full disk raises and leaves a torn line
+            data = data[file.write(data) :]
+        os.fsync(file.fileno())
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

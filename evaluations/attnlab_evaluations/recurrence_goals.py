@@ -51,7 +51,7 @@ def delta_rule(budget: float, seed: int) -> list[Target]:
             continue
         best = min(chosen, key=lambda n: statistics.median(samples[n]))
         note = f"{statistics.median(samples['attnlab']) * 1e3:.3g} against {statistics.median(samples[best]) * 1e3:.3g} ms"
-        ratio = paired_ratio(samples["attnlab"], samples[best], seed=seed)
+        ratio = paired_ratio(samples["attnlab"], samples[best])
         found.append(Target(what, peer if best == peer else f"{peer}, {best}", ratio, "x", goal, note))
     return found
 
@@ -78,7 +78,7 @@ def constant_steps(name: str, budget: float, seed: int) -> Target:
         return Target(what, "itself", UNMEASURED, "x", 1.1, NO_TIME)
     long, short = samples[str(LONG)], samples[str(SHORT)]
     note = f"{statistics.median(long) * 1e6:.4g} against {statistics.median(short) * 1e6:.4g} us"
-    return Target(what, "itself", paired_ratio(long, short, seed=seed), "x", 1.1, note)
+    return Target(what, "itself", paired_ratio(long, short), "x", 1.1, note)
 
 
 def _inputs(length: int, seed: int = 0) -> list[Tensor]:

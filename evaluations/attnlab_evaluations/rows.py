@@ -5,16 +5,17 @@ Needs only the standard library. Nothing is blank: what has no number says why.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab_evaluations.timing import Interval, bootstrap_median, exponent
+from attnlab_evaluations.claims import Group, Null, again, decide, log_ratios, original, pool
+from attnlab_evaluations.settings import REFERENCE
+from attnlab_evaluations.timing import Interval, exponent_interval
 
 PHASES = ("forward", "forward_backward")
-NULL = "dot_product again"
-"""The null control: the reference once more, under another name."""
+NULL = again(REFERENCE)
+"""The null control that every timed group has: the reference once more, under another name."""
 MISSING = "not measured"
 
 
@@ -29,10 +30,16 @@ class Row:
     reason: str = ""
     known: tuple[str, ...] = ()
     metrics: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    exponents: dict[str, float | None] = field(default_factory=dict)
+    exponents: dict[str, Interval | None] = field(default_factory=dict)
+    claims: dict[str, str] = field(default_factory=dict)
+    reference_is_wrong: bool = False
 
     def value(self, metric: str, name: str) -> Any:
-        """One number of a metric, None where it has none."""
+        """One number of a metric, None where it has none; a wrong variant has none at all."""
+        if self.status == "wrong":
+            return None
+        if self.reference_is_wrong and name == "ratio":
+            return None
         record = self.metrics.get(metric)
         found = record.get("value") if record and record["status"] in ("ok", "not trained") else None
         return None if found is None else found.get(name)
@@ -49,30 +56,6 @@ class Row:
         return str(record["status"]) + (f" ({record['detail']})" if record.get("detail") else "")
 
 
-@dataclass(frozen=True)
-class Null:
-    """The null control of a run: per group, and pooled over all groups."""
-
-    groups: Mapping[tuple[Any, ...], Interval]
-    pooled: Interval | None
-
-    @property
-    def quiet(self) -> bool:
-        """Whether ratios of this run may be read as wins: the pooled interval includes 1."""
-        return self.pooled is not None and self.pooled.contains(1.0)
-
-    def sentence(self) -> str:
-        """What to print about it."""
-        if self.pooled is None:
-            return "null control: not measured, so no wins are claimed"
-        text = f"{self.pooled.median:.3f} [{self.pooled.low:.3f}, {self.pooled.high:.3f}]"
-        if self.quiet:
-            return f"null control (dot_product against itself): {text}, includes 1"
-        return (
-            f"machine too noisy: dot_product against itself is {text}, which excludes 1; no wins are claimed"
-        )
-
-
 def group_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What was timed together: workload, coordinates and phase."""
     return (
@@ -83,35 +66,28 @@ def group_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def null_control(records: Iterable[Mapping[str, Any]]) -> Null:
-    """The null control's intervals, from the records of the reference timed against itself."""
-    groups: dict[tuple[Any, ...], Interval] = {}
-    pooled: list[float] = []
+    """The null controls of a run, from the records of variants that were timed against themselves."""
+    ratios: dict[Group, list[list[float]]] = {}
     for record in records:
-        if record.get("variant") == NULL and record["status"] == "ok":
-            ratio = record["value"]["ratio"]
-            groups[group_of(record)] = Interval(ratio["median"], ratio["low"], ratio["high"])
-            pooled += [
-                math.log(a / b) for a, b in zip(record["samples"], record["reference_samples"], strict=True)
-            ]
-    if not pooled:
-        return Null(groups, None)
-    found = bootstrap_median(pooled)
-    return Null(groups, Interval(math.exp(found.median), math.exp(found.low), math.exp(found.high)))
+        name = str(record.get("variant", ""))
+        if name != original(name) and record["status"] == "ok":
+            found = log_ratios(record["samples"], record["reference_samples"])
+            ratios.setdefault(group_of(record), []).append(found)
+    return pool(ratios)
 
 
-def verdict(row: Row, phase: str, null: Null) -> str:
-    """`faster`, `slower` or `same`, beyond the null control's floor; "" where nothing is claimed."""
-    record = row.metrics.get(phase)
-    ratio = row.value(phase, "ratio")
-    if record is None or not ratio or not null.quiet:
-        return ""
-    floor_of = null.groups.get(group_of(record))
-    if floor_of is None:
-        return ""
-    floor = max(floor_of.high, 1 / floor_of.low)
-    if ratio["high"] < 1 / floor:
-        return "faster"
-    return "slower" if ratio["low"] > floor else "same"
+def fill_claims(rows: Sequence[Row], null: Null) -> None:
+    """Write a word into every row and phase that has a ratio to the reference: see `claims.decide`."""
+    measured: dict[tuple[int, str], tuple[Group, Sequence[float]]] = {}
+    for n, row in enumerate(rows):
+        for phase in PHASES:
+            if row.variant == REFERENCE or not row.value(phase, "ratio"):
+                continue
+            record = row.metrics[phase]
+            ratios = log_ratios(record["samples"], record["reference_samples"])
+            measured[n, phase] = (group_of(record), ratios)
+    for (n, phase), word in decide(measured, null).items():
+        rows[n].claims[phase] = word
 
 
 def build(records: Iterable[Mapping[str, Any]], variants: Sequence[str]) -> list[Row]:
@@ -132,6 +108,10 @@ def build(records: Iterable[Mapping[str, Any]], variants: Sequence[str]) -> list
             metrics = found.get((place, variant), {})
             status, reason, known = _status(gate.get(variant), metrics)
             rows.append(Row(workload, variant, coordinates, status, reason, known, metrics))
+        inside = rows[len(rows) - len(variants) :]
+        if any(row.variant == REFERENCE and row.status == "wrong" for row in inside):
+            for row in inside:
+                row.reference_is_wrong = True
     _fill_exponents(rows)
     return rows
 
@@ -147,11 +127,19 @@ def _status(
     if gate is not None and gate["status"] != "ok":
         return str(gate["status"]), str(gate.get("detail", "")), ()
     known = tuple(gate["value"].get("known", ())) if gate is not None else ()
+    error = metrics.get("error")
+    if error is not None and error["status"] == "wrong":
+        return "wrong", str(error.get("detail", "")), known
     if metrics and all(m["status"] == "unsupported" for m in metrics.values()):
         return "unsupported", str(next(iter(metrics.values())).get("detail", "")), known
     if any(m.get("untrained") for m in metrics.values()):
         return "not trained", "", known
     return "ok", "", known
+
+
+def _samples(row: Row, phase: str) -> Sequence[float]:
+    found: Sequence[float] = row.metrics[phase].get("samples", ()) if row.value(phase, "median") else ()
+    return found
 
 
 def _fill_exponents(rows: Sequence[Row]) -> None:
@@ -163,9 +151,9 @@ def _fill_exponents(rows: Sequence[Row]) -> None:
             series.setdefault((row.workload, row.variant, other), []).append(row)
     for members in series.values():
         for phase in PHASES:
-            points = [(r.coordinates["length"], r.value(phase, "median")) for r in members]
-            known = [(length, seconds) for length, seconds in points if seconds]
+            points = [(r.coordinates["length"], _samples(r, phase)) for r in members]
+            known = [(length, samples) for length, samples in points if samples]
             # Two points always lie on a line: they say nothing about how well a power law fits.
-            slope = exponent([n for n, _ in known], [s for _, s in known]) if len(known) > 2 else None
+            slope = exponent_interval(*zip(*known, strict=True)) if len(known) > 2 else None
             for row in members:
                 row.exponents[phase] = slope

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -15,7 +15,7 @@ from typing import Any
 import attnlab
 from attnlab import InvalidInput, UnknownVariant
 from attnlab.errors import nearest
-from attnlab_evaluations import folders
+from attnlab_evaluations import folders, run_folder
 
 REFERENCE = "dot_product"
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -24,7 +24,8 @@ MOST_SEED = 2**32 - 1
 MOST_LENGTH = 2**31 - 1
 MOST_THREADS = 1024
 """OpenMP ends the process where the system grants no more threads, and nobody can catch that."""
-WRITTEN = ("table.md", "table.csv", "provenance.json")
+PROVENANCE = "provenance.json"
+WRITTEN = ("table.md", "table.csv", PROVENANCE)
 """What a run puts beside its records."""
 TARGETS_WRITTEN = ("targets.json", "targets.md")
 TARGETS_IGNORE = ("variants", "workloads", "resume", "lengths", "device")
@@ -39,7 +40,7 @@ examples:
   attnlab compare --targets                               the goals that attnlab has set itself, side by side
 
 dot_product is always measured: it is the reference of every ratio. A run folder gets results.jsonl,
-table.md, table.csv and provenance.json. Exit code 1: a variant failed its conformance checks."""
+table.md, table.csv and provenance.json. Exit code 1: a variant failed its conformance checks, or is wrong on the measured inputs."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,19 @@ class Settings:
         return shlex.join(words)
 
 
+RECORDED: dict[str, Callable[[Any], Any]] = {
+    "variants": lambda kept: ",".join(kept["variants"]),
+    "workloads": lambda kept: ",".join(kept["workloads"]),
+    "lengths": lambda kept: _joined(kept["lengths"]),
+    "budget": lambda kept: f"{kept['budget']:g}",
+    "seed": lambda kept: str(kept["seed"]),
+    "threads": lambda kept: None if kept["threads"] is None else str(kept["threads"]),
+    "device": lambda kept: kept["device"],
+}
+"""How a run's recorded settings read on the command line, by option."""
+FLAGS = {name: f"--{name}" for name in RECORDED}
+
+
 @dataclass(frozen=True)
 class TargetSettings:
     """What `--targets` was asked to do, with everything checked."""
@@ -102,23 +116,17 @@ def configure(parser: ArgumentParser) -> None:
     add(
         "--resume",
         action="store_true",
-        help="go on in --out (default: the newest run); finished cells are kept",
+        help="finish the run in --out (default: the newest) as it was begun; finished cells are kept",
     )
     add(
         "--budget",
         metavar="SECONDS",
-        default=f"{BUDGET:g}",
-        help="time for measuring, after the checks; default: %(default)s",
+        help=f"time for measuring, after the checks; default: {BUDGET:g}",
     )
-    add("--seed", metavar="N", default="0", help="of inputs, parameters and orders; default: %(default)s")
+    add("--seed", metavar="N", help="of inputs, parameters and orders; default: 0")
     add("--threads", metavar="N", help="torch's threads; default: torch's choice, which is recorded")
-    add(
-        "--lengths",
-        metavar="A,B",
-        default=",".join(map(str, LENGTHS)),
-        help="of the sweep; default: %(default)s",
-    )
-    add("--device", default="cpu", help="cpu or cuda; default: %(default)s")
+    add("--lengths", metavar="A,B", help=f"of the sweep; default: {_joined(LENGTHS)}")
+    add("--device", help="cpu or cuda; default: cpu")
     add(
         "--format",
         choices=("table", "json"),
@@ -134,51 +142,67 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None = None) -> Settings:
-    """`Settings` from parsed arguments; `InvalidInput` or `UnknownVariant` for what makes no sense."""
-    workloads = _words("--workloads", args.workloads) if args.workloads is not None else list(known_workloads)
-    for name in workloads:
-        if name not in known_workloads:
-            raise InvalidInput(
-                f"--workloads: no workload is called {name!r}; {nearest(name, known_workloads)}"
-            )
+    """`Settings` from parsed arguments; `InvalidInput` or `UnknownVariant` for what makes no sense.
+
+    A run that is resumed takes what is not given from its own record, and refuses what contradicts it.
+    """
     resume = bool(args.resume)
-    if args.out is not None:
-        out = folders.asked_for(args.out)
+    out = _folder(args.out, resume, now or datetime.now())
+    if resume:
+        recorded = run_folder.choice(out, PROVENANCE)
+        run_folder.take_over(args, recorded, RECORDED)
+    lengths = _words("--lengths", or_default(args.lengths, _joined(LENGTHS)))
+    settings = Settings(
+        variants=tuple(select(args.variants)),
+        workloads=_workloads(args.workloads, known_workloads),
+        out=out,
+        budget=number("--budget", or_default(args.budget, f"{BUDGET:g}"), float, 1),
+        seed=number("--seed", or_default(args.seed, "0"), int, 0, MOST_SEED),
+        threads=_threads(args.threads),
+        lengths=tuple(sorted({number("--lengths", n, int, 1, MOST_LENGTH) for n in lengths})),
+        device=or_default(args.device, "cpu"),
+        form=args.form,
+        resume=resume,
+        registry=tuple(getattr(args, "registry", None) or ()),
+    )
+    if resume:
+        run_folder.refuse_another(out, recorded, settings.recorded(), FLAGS)
+    return settings
+
+
+def _folder(asked: str | None, resume: bool, now: datetime) -> Path:
+    """The run folder that the words mean, judged: one that holds a run is resumed, and only where that was asked for."""
+    if asked is not None:
+        out = folders.asked_for(asked)
     else:
-        out = folders.newest_run() if resume else folders.fresh(now or datetime.now())
-        folders.asked_for(str(out))
-    if not resume and folders.holds_run(out):
+        out = folders.asked_for(str(folders.newest_run(PROVENANCE) if resume else folders.fresh(now)))
+    begun = run_folder.was_begun(out, PROVENANCE)
+    if not resume and begun:
+        before = "" if folders.holds_run(out) else ", which ended before its first result"
         raise InvalidInput(
-            f"--out: {out} already holds a run; add --resume to go on with it, or choose another folder"
+            f"--out: {out} already holds a run{before}; add --resume to go on with it, or choose another folder"
         )
-    if resume and not folders.holds_run(out):
+    if resume and not begun:
         raise InvalidInput(
             f"--resume: {out} holds no run (no {folders.RESULTS}); leave --resume out to start one"
         )
     if not resume:
         folders.refuse_replacing(out, WRITTEN)
-    return Settings(
-        variants=tuple(select(args.variants)),
-        workloads=tuple(dict.fromkeys(workloads)),
-        out=out,
-        budget=number("--budget", args.budget, float, 1),
-        seed=number("--seed", args.seed, int, 0, MOST_SEED),
-        threads=_threads(args.threads),
-        lengths=tuple(
-            sorted({number("--lengths", n, int, 1, MOST_LENGTH) for n in _words("--lengths", args.lengths)})
-        ),
-        device=args.device,
-        form=args.form,
-        resume=resume,
-        registry=tuple(getattr(args, "registry", None) or ()),
-    )
+    return out
+
+
+def _workloads(asked: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    chosen = _words("--workloads", asked) if asked is not None else list(known)
+    for name in chosen:
+        if name not in known:
+            raise InvalidInput(f"--workloads: no workload is called {name!r}; {nearest(name, known)}")
+    return tuple(dict.fromkeys(chosen))
 
 
 def settle_targets(args: Namespace) -> TargetSettings:
     """`TargetSettings` from parsed arguments; `InvalidInput` also for options that would be ignored."""
-    parser = ArgumentParser(add_help=False)
-    configure(parser)
-    useless = [f"--{w}" for w in TARGETS_IGNORE if getattr(args, w) != parser.get_default(w)]
+    unset = {"lengths": (None, _joined(LENGTHS)), "device": (None, "cpu"), "resume": (False,)}
+    useless = [f"--{w}" for w in TARGETS_IGNORE if getattr(args, w) not in unset.get(w, (None,))]
     if useless:
         has, them = ("has", "it") if len(useless) == 1 else ("have", "them")
         raise InvalidInput(f"--targets: {' and '.join(useless)} {has} no use with it; leave {them} out")
@@ -186,8 +210,8 @@ def settle_targets(args: Namespace) -> TargetSettings:
     if out is not None:
         folders.refuse_replacing(out, TARGETS_WRITTEN)
     return TargetSettings(
-        budget=number("--budget", args.budget, float, 1),
-        seed=number("--seed", args.seed, int, 0, MOST_SEED),
+        budget=number("--budget", or_default(args.budget, f"{BUDGET:g}"), float, 1),
+        seed=number("--seed", or_default(args.seed, "0"), int, 0, MOST_SEED),
         threads=_threads(args.threads),
         out=out,
         form=args.form,
@@ -223,6 +247,15 @@ def number(option: str, text: str, kind: Any, least: int, most: int | None = Non
     if most is not None and value > most:
         raise InvalidInput(f"{option}: expected {what} of at most {most}, got {got}")
     return value
+
+
+def or_default(text: Any, default: Any) -> Any:
+    """What was typed, or the default's text where nothing was."""
+    return str(default) if text is None else text
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _threads(text: str | None) -> int | None:

@@ -21,14 +21,15 @@ from tabulate import tabulate
 
 import attnlab
 from attnlab import PluginError
-from attnlab_evaluations import folders, peers, provenance, records
+from attnlab_evaluations import folders, layout, peers, provenance, records
 from attnlab_evaluations.additive_goals import additive_goals
 from attnlab_evaluations.goals import NO_TIME, UNMEASURED, Target, random_inputs, time_calls, time_pair
 from attnlab_evaluations.interface_goals import interface_goals
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.recurrence_goals import recurrence_goals
 from attnlab_evaluations.settings import TargetSettings
-from attnlab_evaluations.timing import Interval, bootstrap_median, exponent, paired_ratio
+from attnlab_evaluations.tables import level_text
+from attnlab_evaluations.timing import Interval, exponent, median_interval, paired_ratio
 
 CHUNKS = (64, 128, 256)
 """Chunk lengths tried for the chunked peer; attnlab is held against the fastest of the run."""
@@ -57,7 +58,7 @@ def run_targets(asked: TargetSettings) -> int:
         progress.done()
         torch.set_num_threads(before)
         folders.unmake(made)  # it stays where it holds the files
-    print(text if asked.form == "json" else render(found, "simple"))
+    print(text if asked.form == "json" else render(found, "terminal"))
     return 1 if any(t.verdict == "missed" for t in found) else 0
 
 
@@ -75,6 +76,8 @@ def render(found: list[Target], form: str) -> str:
         for t in found
     ]
     header = ("target", "beside", "measured [95%]", "goal", "verdict", "note")
+    if form == "terminal":
+        return layout.table(header, body, groups=(0, 0, 0, 0, 1))
     return tabulate(body, headers=header, tablefmt=form, disable_numparse=True)
 
 
@@ -82,7 +85,8 @@ def _measured(target: Target) -> str:
     found = target.found
     if math.isnan(found.median):
         return "none"
-    return f"{found.median:.3g} [{found.low:.3g}, {found.high:.3g}] {target.unit}".strip()
+    interval = f"[{found.low:.3g}, {found.high:.3g}]{level_text(found.level)}"
+    return f"{found.median:.3g} {interval} {target.unit}".strip()
 
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
@@ -128,7 +132,7 @@ def dispatch(budget: float, seed: int) -> Target:
         return Target(what, "torch", UNMEASURED, "us", 4.0, NO_TIME)
     differences = [(a - b) * 1e6 for a, b in zip(*pair, strict=True)]
     note = f"{statistics.median(pair[0]) * 1e6:.1f} against {statistics.median(pair[1]) * 1e6:.1f} us a call"
-    return Target(what, "torch", bootstrap_median(differences, seed=seed), "us", 4.0, note)
+    return Target(what, "torch", median_interval(differences), "us", 4.0, note)
 
 
 def against_torch(length: int, causal: bool, goal: float, budget: float, seed: int) -> Target:
@@ -144,7 +148,7 @@ def against_torch(length: int, causal: bool, goal: float, budget: float, seed: i
     if pair is None:
         return Target(what, "torch", UNMEASURED, "x", goal, NO_TIME)
     note = f"{statistics.median(pair[0]) * 1e3:.3g} against {statistics.median(pair[1]) * 1e3:.3g} ms"
-    return Target(what, "torch", paired_ratio(*pair, seed=seed), "x", goal, note)
+    return Target(what, "torch", paired_ratio(*pair), "x", goal, note)
 
 
 def linear(length: int, budget: float, seed: int) -> Target:
@@ -161,7 +165,7 @@ def linear(length: int, budget: float, seed: int) -> Target:
         return Target(what, "chunked", UNMEASURED, "x", 1.0, NO_TIME)
     best = min((n for n in samples if n != "attnlab"), key=lambda n: statistics.median(samples[n]))
     note = f"{statistics.median(samples['attnlab']) * 1e3:.3g} against {statistics.median(samples[best]) * 1e3:.3g} ms"
-    ratio = paired_ratio(samples["attnlab"], samples[best], seed=seed)
+    ratio = paired_ratio(samples["attnlab"], samples[best])
     return Target(what, f"chunked, {best}", ratio, "x", 1.0, note)
 
 
@@ -181,7 +185,7 @@ def window(length: int, size: int, budget: float, seed: int) -> Target:
     if pair is None:
         return Target(what, peer, UNMEASURED, "x", 1 / 8, NO_TIME)
     note = f"{statistics.median(pair[0]) * 1e3:.3g} against {statistics.median(pair[1]) * 1e3:.3g} ms"
-    return Target(what, peer, paired_ratio(*pair, seed=seed), "x", 1 / 8, note)
+    return Target(what, peer, paired_ratio(*pair), "x", 1 / 8, note)
 
 
 def decoding(heads: int, length: int, width: int, budget: float, seed: int) -> Target:
@@ -214,7 +218,7 @@ def decoding(heads: int, length: int, width: int, budget: float, seed: int) -> T
     if pair is None:
         return Target(what, "torch, same cache", UNMEASURED, "x", 1.05, NO_TIME)
     note = f"{statistics.median(pair[0]) * 1e6:.4g} against {statistics.median(pair[1]) * 1e6:.4g} us"
-    return Target(what, "torch, same cache", paired_ratio(*pair, seed=seed), "x", 1.05, note)
+    return Target(what, "torch, same cache", paired_ratio(*pair), "x", 1.05, note)
 
 
 def time_exponent(variant: str, lengths: tuple[int, ...], budget: float, seed: int) -> Target:
@@ -231,7 +235,7 @@ def time_exponent(variant: str, lengths: tuple[int, ...], budget: float, seed: i
         return Target(f"{variant}, causal, time exponent", "linear: 1", UNMEASURED, "", 1.1, NO_TIME)
     times = ", ".join(f"{n}: {statistics.median(samples[str(n)]) * 1e3:.3g}" for n in done)
     what = f"{variant}, causal, time exponent {done[0]} to {done[-1]}"
-    return Target(what, "linear: 1", bootstrap_median(slopes, seed=seed), "", 1.1, f"ms: {times}")
+    return Target(what, "linear: 1", median_interval(slopes), "", 1.1, f"ms: {times}")
 
 
 def start_up(repeats: int = 7) -> list[Target]:
@@ -249,9 +253,9 @@ def start_up(repeats: int = 7) -> list[Target]:
     loaded = _python("-c", script).split()[-1] == "True"
     heavy = Interval(*[float(loaded)] * 3)
     return [
-        Target("import attnlab beyond import torch", "torch", bootstrap_median(imports), "s", 0.1),
-        Target("every public name beyond import torch", "torch", bootstrap_median(uses), "s", None),
-        Target("attnlab list", "-", bootstrap_median(listing), "s", 0.3),
+        Target("import attnlab beyond import torch", "torch", median_interval(imports), "s", 0.1),
+        Target("every public name beyond import torch", "torch", median_interval(uses), "s", None),
+        Target("attnlab list", "-", median_interval(listing), "s", 0.3),
         Target("attnlab list imports torch (1: yes)", "-", heavy, "", 0.0),
     ]
 

@@ -14,25 +14,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+LEVEL = 0.95
 HALF_WIDTH = 0.02
-"""Stop when the 95% interval of every median ratio reaches at most this far from it (2%)."""
+"""Stop when the 95% interval of every median ratio reaches at most this far from it (2%), and where the ratio is"""
+NEAR = 0.05
+"""this close to 1, so that its word hangs on little, at most"""
+HALF_WIDTH_NEAR = 0.005
+"""so far."""
 NOISY_SPREAD = 0.10
 """A cell whose interquartile range exceeds this share of its median is flagged."""
-MIN_ROUNDS = 3
-FEW_ROUNDS = 6
-"""The range of n draws covers the median with chance `1 - 2^(1-n)`: 95% needs at least six rounds."""
-MAX_ROUNDS = 40
+MIN_ROUNDS = 12
+"""Rounds that a cell gets at least; one that does not fit so many is left out, and says so."""
+MAX_ROUNDS = 60
+RESAMPLES = 1000
 SAMPLE_SECONDS = 0.002
 """An operation shorter than this is repeated within a sample, far above the clock's own cost."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and its bootstrap 95% interval."""
+    """A median and its interval, which covers the true median with probability `level`."""
 
     median: float
     low: float
     high: float
+    level: float = LEVEL
 
     def contains(self, value: float) -> bool:
         """Whether `value` lies in the interval, ends included."""
@@ -53,45 +59,50 @@ class Summary:
 class Measurement:
     """What `measure` saw: samples per operation in round order, and those left out with the reason.
 
-    `warm` holds the seconds of each warm-up call, `over_budget` those a call would take; `failed` to the exception it raised.
+    `first` holds the seconds of each first call, one-time costs and all, `warm` those of the second, `over_budget` those
+    a call would take, `failed` the exception it raised.
     `stopped` is `"converged"`, `"budget"` or `"rounds"`.
     """
 
     samples: dict[str, list[float]] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
     warm: dict[str, float] = field(default_factory=dict)
     over_budget: dict[str, float] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
     stopped: str = "budget"
 
 
-def bootstrap_median(
-    values: Sequence[float], *, seed: int = 0, resamples: int = 1000, level: float = 0.95
-) -> Interval:
-    """The median of `values` and its percentile bootstrap interval; `values` must not be empty."""
-    rng = random.Random(seed)
-    n = len(values)
-    medians = sorted(statistics.median(rng.choices(values, k=n)) for _ in range(resamples))
-    tail = (1 - level) / 2
-    low = medians[math.floor(tail * (resamples - 1))]
-    high = medians[math.ceil((1 - tail) * (resamples - 1))]
-    return Interval(statistics.median(values), low, high)
+def median_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+    """The median of `values`, which must not be empty, and its exact interval from order statistics.
+
+    Whatever the values' distribution, as many of them lie below their true median as heads fall in n throws. The
+    interval's own `level` says how sure it is: 95% or more from six values on, less below (75% with three).
+    """
+    ordered, n = sorted(values), len(values)
+    cut, outside = 0, 2 * 0.5**n  # the chance that all lie on one side
+    term = 0.5**n
+    while 2 * (cut + 1) < n:
+        term *= (n - cut) / (cut + 1)
+        if outside + 2 * term > 1 - level:
+            break
+        cut, outside = cut + 1, outside + 2 * term
+    return Interval(statistics.median(ordered), ordered[cut], ordered[n - 1 - cut], max(0.0, 1 - outside))
 
 
-def paired_ratio(values: Sequence[float], reference: Sequence[float], *, seed: int = 0) -> Interval:
+def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> Interval:
     """`values / reference`, paired by round: the median log ratio and its interval, as plain ratios."""
-    logs = [math.log(v / r) for v, r in zip(values, reference, strict=True)]
-    found = bootstrap_median(logs, seed=seed)
-    return Interval(math.exp(found.median), math.exp(found.low), math.exp(found.high))
+    found = median_interval([math.log(v / r) for v, r in zip(values, reference, strict=True)])
+    return Interval(math.exp(found.median), math.exp(found.low), math.exp(found.high), found.level)
 
 
-def summarise(values: Sequence[float], *, seed: int = 0) -> Summary:
+def summarise(values: Sequence[float]) -> Summary:
     """Median with interval, and the flag: spread over 10% of the median, or too few rounds for 95%."""
-    interval = bootstrap_median(values, seed=seed)
+    interval = median_interval(values)
     if len(values) < 2:
         return Summary(interval, math.inf, len(values), True)
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     spread = (third - first) / interval.median if interval.median > 0 else math.inf
-    return Summary(interval, spread, len(values), spread > NOISY_SPREAD or len(values) < FEW_ROUNDS)
+    return Summary(interval, spread, len(values), spread > NOISY_SPREAD or interval.level < LEVEL)
 
 
 def choose(
@@ -122,6 +133,7 @@ def measure(
     expected: Mapping[str, float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] = lambda: None,
+    min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,
     sample_seconds: float = SAMPLE_SECONDS,
 ) -> Measurement:
@@ -129,8 +141,10 @@ def measure(
 
     `reference` (and `always`) are measured first and never dropped for another's sake; where even they do
     not fit, everything is over budget. `synchronize` runs before both readings of the clock. `expected`
-    holds seconds a call where something is known already; what cannot fit is never started.
+    holds seconds a call where something is known already; what cannot fit is never started. What fits gets
+    `min_rounds` rounds at least, so that a small budget measures fewer operations well.
     """
+    min_rounds = min(min_rounds, max_rounds)
     result = Measurement()
     first = [reference, *(n for n in always if n != reference)]
     known = {name: (expected or {}).get(name, 0.0) for name in operations}
@@ -151,18 +165,15 @@ def measure(
     warm = result.warm
     for name in kept:
         try:
-            warm[name] = sample(name, 1)
-            if warm[name] < max(
-                0.1, budget / 10
-            ):  # a first call can carry one-time costs; a second one tells
-                warm[name] = min(warm[name], sample(name, 1))
+            result.first[name] = sample(name, 1)
+            warm[name] = sample(name, 1)  # the first can carry one-time costs, whatever it took
         except Exception as error:  # the caller turns it into a status word
             result.failed[name] = error
     if reference not in warm:
         return result
     # One-time costs of the first calls are not held against the rounds: those get the whole budget.
     deadline = clock() + budget
-    fits = choose(warm, always=[n for n in first if n in warm], budget=budget)
+    fits = choose(warm, always=[n for n in first if n in warm], budget=budget, calls=min_rounds)
     result.over_budget.update({name: warm[name] for name in warm if name not in fits})
     if reference not in fits:
         return result
@@ -173,7 +184,7 @@ def measure(
     gc.collect()
     gc.disable()
     try:
-        _rounds(result, fits, repeats, sample, reference, rng, clock, deadline, max_rounds)
+        _rounds(result, fits, repeats, sample, reference, rng, clock, deadline, (min_rounds, max_rounds))
     finally:
         if collecting:
             gc.enable()
@@ -189,13 +200,13 @@ def _rounds(
     rng: random.Random,
     clock: Callable[[], float],
     deadline: float,
-    max_rounds: int,
+    rounds: tuple[int, int],
 ) -> None:
-    """Run rounds until every ratio is narrow, the deadline is near, or `max_rounds`. Samples stay paired."""
+    """Run rounds, so many at least and at most, until every ratio is narrow or the deadline is near. Samples stay paired."""
     longest = 0.0
-    for done in range(max_rounds):
+    for done in range(rounds[1]):
         began = clock()
-        if done >= MIN_ROUNDS and began + longest > deadline:
+        if done >= rounds[0] and began + longest > deadline:
             result.stopped = "budget"
             return
         order = list(names)
@@ -216,20 +227,21 @@ def _rounds(
             result.samples.clear()
             return
         longest = max(longest, clock() - began)
-        if done + 1 >= FEW_ROUNDS and (done + 1) % 2 == 0 and _converged(result.samples, reference):
+        if done + 1 >= rounds[0] and (done + 1) % 2 == 0 and _converged(result.samples, reference):
             result.stopped = "converged"
             return
     result.stopped = "rounds"
 
 
 def _converged(samples: Mapping[str, Sequence[float]], reference: str) -> bool:
-    """Whether each paired log ratio's interval is within `HALF_WIDTH` of its median."""
+    """Whether each paired log ratio's interval is narrow enough for how near to 1 it lies."""
     for name, values in samples.items():
         if name == reference:
             continue
         logs = [math.log(v / r) for v, r in zip(values, samples[reference], strict=True)]
-        found = bootstrap_median(logs, resamples=200)
-        if max(found.high - found.median, found.median - found.low) > HALF_WIDTH:
+        found = median_interval(logs)
+        enough = HALF_WIDTH_NEAR if abs(found.median) < NEAR else HALF_WIDTH
+        if max(found.high - found.median, found.median - found.low) > enough:
             return False
     return True
 
@@ -244,3 +256,26 @@ def exponent(lengths: Sequence[int], seconds: Sequence[float], *, last: int = 3)
     x_mean, y_mean = statistics.fmean(xs), statistics.fmean(ys)
     below = sum((x - x_mean) ** 2 for x in xs)
     return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / below if below else None
+
+
+def exponent_interval(
+    lengths: Sequence[int], samples: Sequence[Sequence[float]], *, seed: int = 0, last: int = 3
+) -> Interval | None:
+    """The exponent of `exponent` over medians, with its bootstrap interval over the rounds of each length.
+
+    Its level is 95% where every length has 12 rounds, as a bootstrap of medians needs, and unknown (0) below.
+    """
+    chosen = sorted(zip(lengths, samples, strict=True))[-last:]
+    known = [length for length, _ in chosen]
+    slope = exponent(known, [statistics.median(values) for _, values in chosen], last=last)
+    if slope is None:
+        return None
+    rng = random.Random(seed)
+    drawn = []
+    for _ in range(RESAMPLES):
+        medians = [statistics.median(rng.choices(values, k=len(values))) for _, values in chosen]
+        drawn.append(exponent(known, medians, last=last) or slope)
+    drawn.sort()
+    tail = round((1 - LEVEL) / 2 * RESAMPLES)
+    enough = min(len(values) for _, values in chosen) >= MIN_ROUNDS
+    return Interval(slope, drawn[tail], drawn[-1 - tail], LEVEL if enough else 0.0)

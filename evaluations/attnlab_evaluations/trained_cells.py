@@ -15,11 +15,11 @@ import torch
 
 import attnlab
 from attnlab import AttnlabError, InvalidInput
-from attnlab_evaluations import folders, provenance, records
+from attnlab_evaluations import folders, provenance, records, run_folder
 from attnlab_evaluations.cells import fault
 from attnlab_evaluations.chosen import Chosen
 from attnlab_evaluations.gate import Verdict, judge
-from attnlab_evaluations.identity import variant_identity
+from attnlab_evaluations.identity import checks_identity, forget_sources, variant_identity
 from attnlab_evaluations.progress import Progress
 from attnlab_evaluations.records import OVER, Records
 
@@ -32,23 +32,24 @@ class Diverged(AttnlabError):
     """The loss is no longer a finite number."""
 
 
-def in_folder(out: Path, threads: int, go_on: str, body: Callable[[Progress], int]) -> int:
-    """`body` in a run folder of its own, with so many threads; its exit code, or 130 at Ctrl-C, with `go_on` to type.
+def in_folder(
+    settings: Any, summary: str, recorded: Mapping[str, Any], body: Callable[[Progress], int]
+) -> int:
+    """`body` in the run folder of `settings`, with its threads; its exit code, or 130 at Ctrl-C, with what to type to go on.
 
-    The folder is made now, and taken away again where nothing came of it.
+    The folder is made and locked now, and taken away again where nothing came of it. `recorded` is kept in `summary`.
     """
     before, progress = torch.get_num_threads(), Progress()
-    made = folders.make(out)
     try:
-        torch.set_num_threads(threads)
-        return body(progress)
+        with run_folder.opened(settings.out, summary, recorded):
+            torch.set_num_threads(settings.threads)
+            return body(progress)
     except KeyboardInterrupt:
         progress.done()
-        print(f"interrupted; go on with: {go_on}", file=sys.stderr)
+        print(f"interrupted; go on with: {settings.resume_command()}", file=sys.stderr)
         return 130
     finally:
         progress.done()
-        folders.unmake(made)  # it stays where it holds a record
         torch.set_num_threads(before)
 
 
@@ -99,11 +100,12 @@ class TrainedCells:
         self.progress, self.device = progress, device
         self.run_checks = run_checks or attnlab.run_checks
         self.records = Records(out / folders.RESULTS)
-        variant_identity.cache_clear()  # a process may run twice, with a variant edited in between
+        forget_sources()
+        self.checks = checks_identity()
 
     def gate(self, label: str, identity: Mapping[str, Any], variant: Callable[[], Any]) -> dict[str, Any]:
         """The record of the conformance checks of `variant()`, a name or an instance, run now if they were not."""
-        key = self._key(identity, "conformance")
+        key = self._key(identity, "conformance", checks=self.checks)
         found = self.records.get(key)
         if found is None:
             self.progress.say(f"{label}: conformance checks")

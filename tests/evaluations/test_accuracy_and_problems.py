@@ -1,5 +1,9 @@
 """Errors against the definitions, on whole inputs and on sampled rows, and the problems' own pieces."""
 
+import dataclasses
+import math
+import re
+
 import pytest
 import torch
 
@@ -27,7 +31,10 @@ def test_built_in_variants_are_close_to_their_definitions(name, causal, padded):
     )
     assert calls.refusal is None
     # float32 over a dozen keys of order 1: a few hundred units in the last place
-    assert accuracy.worst_error(calls) < 1e-4
+    found = accuracy.judge_error(calls, draw=0, seconds=600.0)
+    assert found.worst < 1e-4
+    assert not found.is_wrong
+    assert found.rows == found.total == sum(p.query.shape[2] for p in calls.parts)
 
 
 class Off(attnlab.Attention):
@@ -35,7 +42,7 @@ class Off(attnlab.Attention):
 
     formula = "softmax_dot_product"
     capabilities = attnlab.Capabilities(
-        causal=True, dtypes=frozenset({"float32"}), devices=frozenset({"cpu"})
+        exact=True, causal=True, dtypes=frozenset({"float32"}), devices=frozenset({"cpu"})
     )
     wrong_by = 0.25
 
@@ -46,27 +53,69 @@ class Off(attnlab.Attention):
 
 
 @pytest.mark.parametrize("budget", [10**9, 10**4])
-def test_the_error_is_the_largest_difference_also_on_sampled_rows(budget):
+def test_the_error_is_the_largest_difference_also_block_by_block(budget):
     one = part(64, causal=True)
     calls = Calls([part(4), one], [Off(num_heads=2, head_dim=8)] * 2, [None, None])
     calls.instances[0].wrong_by = 0.25
-    assert accuracy.worst_error(calls, budget=budget) == pytest.approx(0.25, abs=1e-5)
+    found = accuracy.judge_error(calls, draw=0, budget=budget)
+    assert found.worst == pytest.approx(0.25, abs=1e-5)
+    assert found.is_wrong
+    assert re.fullmatch(
+        r"error 2\.5e-01 at query row (3|63) of the measured inputs, the bound is \d\.\de-0[56]",
+        found.reason(),
+    )
 
 
 def test_a_nan_in_the_output_is_not_hidden_by_the_maximum():
     instance = Off(num_heads=2, head_dim=8)
     instance.wrong_by = float("nan")
-    error = accuracy.worst_error(Calls([part(4)], [instance], [None]))
-    assert error != error
+    found = accuracy.judge_error(Calls([part(4)], [instance], [None]), draw=0)
+    assert math.isnan(found.worst)
+    assert found.is_wrong
 
 
-def test_sampled_rows_keep_both_ends_and_the_budget():
-    found = accuracy.rows_of(4096, 1000, 64_000)
-    assert found[0] == 0
-    assert found[-1] == 4095
-    assert 2 <= len(found) <= 64
-    assert accuracy.rows_of(4096, 10**9, 1).tolist() == [0, 2048, 4095]
-    assert accuracy.rows_of(5, 1, 10).tolist() == [0, 1, 2, 3, 4]
+class WrongRows(Off):
+    """Right but in the rows that it is told."""
+
+    rows = ()
+
+    def attend(self, query, key, value, call):
+        self.wrong_by = 0.0
+        out = super().attend(query, key, value, call).out
+        out[:, :, list(self.rows)] += 0.5
+        return attnlab.AttentionOutput(out)
+
+
+@pytest.mark.parametrize("row", [0, 1, 15, 16, 17, 511, 512, 1023, 1024, 1025, 1535, 1536, 2047])
+def test_an_edge_of_a_tile_is_judged_however_little_time_there_is(row):  # F46
+    instance = WrongRows(num_heads=2, head_dim=8)
+    instance.rows = (row,)
+    calls = Calls([part(2048, causal=True)], [instance], [None])
+    found = accuracy.judge_error(calls, draw=0, budget=1, seconds=0.0)
+    assert found.is_wrong
+    assert found.row == row
+    assert found.rows < found.total == 2048
+
+
+def test_all_rows_are_judged_where_that_fits_and_rows_are_drawn_anew_where_not():  # F46
+    instance = WrongRows(num_heads=2, head_dim=8)
+    instance.rows = range(1030, 1090)
+    calls = Calls([part(2048, causal=True)], [instance], [None])
+    whole = accuracy.judge_error(calls, draw=0, seconds=600.0)
+    assert whole.is_wrong
+    assert whole.rows == whole.total
+    orders = [torch.cat(accuracy.row_blocks(calls, 0, draw)).tolist() for draw in (1, 2, 1)]
+    assert orders[0] == orders[2] != orders[1]
+    assert all(sorted(order) == list(range(2048)) for order in orders)
+
+
+def test_what_claims_no_exactness_has_no_bound():
+    instance = Off(num_heads=2, head_dim=8)
+    instance.capabilities = dataclasses.replace(
+        instance.capabilities, exact=False, notes={"exact": "it approximates"}
+    )
+    instance.wrong_by = 0.5
+    assert not accuracy.judge_error(Calls([part(4)], [instance], [None]), draw=0).is_wrong
 
 
 def test_visibility_comes_from_the_rule():

@@ -78,7 +78,7 @@ def test_a_finished_run_resumes_without_measuring_anything(run, tmp_path, monkey
     run(tmp_path / "r")
     before = (tmp_path / "r" / "results.jsonl").read_bytes()
     monkeypatch.setattr(cells, "measure", lambda *_, **__: pytest.fail("timed again"))
-    monkeypatch.setattr(cells, "worst_error", lambda *_: pytest.fail("judged again"))
+    monkeypatch.setattr(cells, "judge_error", lambda *_, **__: pytest.fail("judged again"))
     assert run(tmp_path / "r", resume=True, checks=lambda *_, **__: pytest.fail("checked again")) == 0
     assert (tmp_path / "r" / "results.jsonl").read_bytes() == before
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_measures_what_is_missing_and_keeps_the_rest(run, tmp_path
     path = tmp_path / "r" / "results.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [n for n in lines if not ('"linearised"' in n and '"metric": "forward"' in n)]
-    assert len(kept) == len(lines) - 2  # causal and not
+    assert len(kept) == len(lines) - 4  # causal and not, and both null controls
     path.write_text("".join(kept), encoding="utf-8")
     assert run(tmp_path / "r", resume=True) == 0
     again = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -100,8 +100,8 @@ def test_a_second_variant_never_gets_the_first_ones_numbers(run, records, tmp_pa
     run(tmp_path / "r", variants=["dot_product"])
     run(tmp_path / "r", variants=["dot_product", "linearised"], resume=True)
     forward = [r for r in records(tmp_path / "r") if r["metric"] == "forward" and r["coordinates"]["causal"]]
-    assert {r["variant"] for r in forward} == {"dot_product", "linearised", NULL}
-    assert len({r["key"] for r in forward}) == 3
+    assert {r["variant"] for r in forward} == {"dot_product", "linearised", NULL, "linearised again"}
+    assert len({r["key"] for r in forward}) == 4
 
 
 @pytest.mark.parametrize("name", ["日本語", "with space", "-run", "a'b\"c"])
@@ -157,6 +157,28 @@ def test_a_workload_that_cannot_run_is_left_out_with_its_hint(run, tmp_path, cap
     assert "missing: left out: needs the package x" in capsys.readouterr().out
 
 
+def test_a_variant_that_is_wrong_at_one_measured_shape_only_is_wrong_there(
+    run, records, tmp_path, monkeypatch, capsys
+):  # F46
+    target = attnlab.default_registry().variant_class("linearised")
+    right = target.attend
+
+    def attend(self, query, key, value, call):
+        found = right(self, query, key, value, call)
+        return attnlab.AttentionOutput(found.out + 0.67) if query.shape[2] == 24 else found
+
+    monkeypatch.setattr(target, "attend", attend)
+    assert run(tmp_path / "r", lengths=(16, 24)) == 1
+    errors = {
+        (r["coordinates"]["length"], r["status"])
+        for r in records(tmp_path / "r")
+        if r["metric"] == "error" and r["variant"] == "linearised"
+    }
+    assert errors == {(16, "ok"), (24, "wrong")}
+    assert "wrong: error 6.7e-01 at query row" in capsys.readouterr().out
+    assert "wrong: error 6.7e-01" in (tmp_path / "r" / "table.md").read_text(encoding="utf-8")
+
+
 def test_a_plugins_metric_is_recorded_beside_the_others(records, tmp_path):
     metric = SimpleNamespace(
         name="parameters", version=1, measure=lambda calls: {"count": len(calls.instances)}
@@ -193,7 +215,7 @@ BASE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", [k for k in BASE if k != "versions"])
+@pytest.mark.parametrize("part", [k for k in BASE if k not in ("versions", "commit", "dirty", "system")])
 def test_a_key_changes_with_each_part_of_the_machine_and_the_code(part):
     changed = {**BASE, part: "other"}
     keys = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnlab import InvalidInput
-from attnlab_evaluations import folders
+from attnlab_evaluations import folders, run_folder
 
 pytestmark = pytest.mark.no_torch
 
@@ -136,12 +136,16 @@ def test_a_name_that_is_not_utf8_can_be_a_folder():
     assert os.listdir(b".") == [b"caf\xe9"]
 
 
-def test_a_folder_to_go_on_in_holds_a_run_or_nothing_that_would_be_replaced(tmp_path):
+def test_a_folder_to_go_on_in_is_the_named_one_or_a_fresh_one():
     now = datetime(2026, 1, 2, 3, 4, 5)
-    assert folders.to_go_on_in(None, "dates", now, ()) == Path("attnlab-runs/dates/2026-01-02-030405")
+    assert folders.to_go_on_in(None, "dates", now) == Path("attnlab-runs/dates/2026-01-02-030405")
+    assert folders.to_go_on_in("mine", "dates", now) == Path("mine")
+
+
+def test_a_folder_without_a_run_keeps_somebodys_own_summary(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "dates.json").write_text("", encoding="utf-8")
     with pytest.raises(InvalidInput, match=r"mine holds dates\.json, which would be replaced"):
-        folders.to_go_on_in("mine", "dates", now, ["dates.json"])
+        run_folder.refuse_replacing(Path("mine"), "dates.json", ["dates.json"])
     (tmp_path / "mine" / folders.RESULTS).write_text("", encoding="utf-8")
-    assert folders.to_go_on_in("mine", "dates", now, ["dates.json"]) == Path("mine")
+    run_folder.refuse_replacing(Path("mine"), "dates.json", ["dates.json"])

@@ -38,15 +38,15 @@ def test_a_torn_last_line_costs_that_cell_only_and_the_file_can_be_appended_to(t
     path = tmp_path / "r.jsonl"
     records = Records(path)
     records.append("k1", "ok", value=1)
-    whole = path.stat().st_size
     records.append("k2", "ok", value=2)
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - cut)
+    before = path.read_bytes()
     again = Records(path)
     assert list(again._by_key) == ["k1"]
-    assert path.stat().st_size == whole
-    again.append("k2", "ok", value=2)
-    assert len(Records(path)) == 2
+    assert path.read_bytes() == before  # another process may be writing that line (F49)
+    again.append("k2", "ok", value=3)
+    assert [r["value"] for r in Records(path)] == [1, 3]
 
 
 def test_zeros_left_by_a_power_cut_count_as_a_torn_line(tmp_path):
@@ -57,17 +57,15 @@ def test_zeros_left_by_a_power_cut_count_as_a_torn_line(tmp_path):
     assert len(Records(path)) == 1
 
 
-def test_a_broken_line_in_the_middle_is_an_error_with_its_place(tmp_path):
+def test_a_broken_line_in_the_middle_is_named_and_costs_its_own_cell_only(tmp_path):  # F49
     path = tmp_path / "r.jsonl"
     Records(path).append("k1", "ok")
     with open(path, "ab") as file:
         file.write(b"not a record\n")
-    Records(path)  # as the last line it is only torn
-    with open(path, "ab") as file:
-        file.write(b"not a record\n")
         file.write(b'{"schema": 1, "key": "k2", "status": "ok"}\n')
-    with pytest.raises(InvalidInput, match=r"r\.jsonl:2: expected a record .* got b'not a record'"):
-        Records(path)
+    found = Records(path)
+    assert list(found._by_key) == ["k1", "k2"]
+    assert found.faults == ["r.jsonl:2: not a whole record, left out; its cell is measured again"]
 
 
 def test_records_of_another_schema_are_refused(tmp_path):
@@ -103,12 +101,11 @@ def test_cells_that_lacked_memory_are_open_again_too(tmp_path):
 @pytest.mark.parametrize(
     "line", ['{"schema": 1, "key": [], "status": "ok"}', '{"schema": 1, "key": "k"}', "[1]"]
 )
-def test_json_that_is_no_record_is_refused(line, tmp_path):
+def test_json_that_is_no_record_is_left_out(line, tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text(f'{line}\n{{"schema": 1, "key": "k", "status": "ok"}}\n', encoding="utf-8")
     before = path.read_bytes()
-    with pytest.raises(InvalidInput, match=r"r\.jsonl:1: expected a record"):
-        Records(path)
+    assert [r["key"] for r in Records(path)] == ["k"]
     assert path.read_bytes() == before
 
 

@@ -1,4 +1,4 @@
-"""The tables of a capacity run, from cells. Needs tabulate; no torch.
+"""The tables of a capacity run, from cells. Needs tabulate, no torch.
 
 The span of all seeds is shown, never the best alone; a cell without a number holds its status word.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tabulate import tabulate
-
+from attnlab_evaluations import layout
 from attnlab_evaluations.capacity.published import DEVIATIONS, WIDTH, published
 from attnlab_evaluations.capacity.settings import CapacitySettings
 
@@ -59,7 +58,7 @@ def _table(
         row = [chosen.label, *(_span(which, [c for c in mine if c["keys"] == n]) for n in settings.keys)]
         body.append([*row, *([published(chosen, settings.setting)] if beside else [])])
     body.append([TRIVIAL, *map(trivial, settings.keys), *(["0.5"] if beside else [])])
-    return tabulate(body, headers=headers, tablefmt="simple", disable_numparse=True)
+    return layout.table(headers, body)
 
 
 def _span(which: str, cells: Sequence[Cell]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnlab_evaluations import provenance, records
+from attnlab_evaluations import layout, provenance, records, run_folder
 from attnlab_evaluations.capacity import report, task, training
 from attnlab_evaluations.capacity.settings import SUMMARY, CapacitySettings
 from attnlab_evaluations.chosen import Chosen
@@ -42,7 +42,7 @@ def run_capacity(
         progress.done()
         return run.report()
 
-    return in_folder(settings.out, settings.threads, settings.resume_command(), body)
+    return in_folder(settings, SUMMARY, settings.recorded(), body)
 
 
 class _Run:
@@ -110,20 +110,20 @@ class _Run:
     def report(self) -> int:
         """Write the summary and print the tables; the exit code."""
         asked = self.settings
-        notes = report.legend(self.cells, asked)
+        notes = [*report.legend(self.cells, asked), *self.trainings.records.faults]
         if any(cell["status"] in records.OPEN for cell in self.cells):
             notes.append(f"go on with what is missing: {asked.resume_command()}")
         summary = {
             "schema": records.SCHEMA_VERSION,
-            "settings": asked.recorded(),
+            **run_folder.described(asked.out, SUMMARY, asked.recorded()),
             "trivial": {"loss": task.TRIVIAL_LOSS, "accuracy": {str(n): 1 / n for n in asked.keys}},
             "cells": self.cells,
             "notes": notes,
             "provenance": self.facts,
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
-        lines = [report.tables(self.cells, asked), *notes, f"run folder: {asked.out}"]
-        print(text if asked.form == "json" else "\n".join(lines))
+        below = layout.paragraphs([*notes, f"run folder: {asked.out}"])
+        print(text if asked.form == "json" else f"{report.tables(self.cells, asked)}\n{below}")
         # After the table, which nobody should lose because a disk is full.
         records.write_text(asked.out / SUMMARY, text + "\n")
         return 0

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import attnlab
-from attnlab_evaluations import folders
+from attnlab_evaluations import folders, run_folder
 from attnlab_evaluations.capacity.recipe import Recipe
 from attnlab_evaluations.chosen import Chosen, choose
-from attnlab_evaluations.settings import MOST_THREADS, number
+from attnlab_evaluations.settings import MOST_THREADS, number, or_default
 
 SETTINGS = {"capacity": (8, 16, 32, 48), "overwrite": (8, 12, 16)}
 """The settings of the task, with the numbers of keys that each is tried at."""
@@ -36,6 +37,19 @@ from the same W_k and W_q and gets the same sequences; training ends at a loss o
 {Recipe().every} steps) without progress, or at --max-steps. Answering nothing has loss 0.5, guessing accuracy 1/N.
 
 Options of a variant are given as NAME:option=value,option=value. The folder gets results.jsonl and {SUMMARY}."""
+
+
+RECORDED: dict[str, Callable[[Any], Any]] = {
+    "names": lambda kept: list(kept["variants"]),
+    "setting": lambda kept: kept["setting"],
+    "keys": lambda kept: [str(count) for count in kept["keys"]],
+    "width": lambda kept: str(kept["recipe"]["width"]),
+    "seeds": lambda kept: str(kept["seeds"]),
+    "max_steps": lambda kept: str(kept["recipe"]["max_steps"]),
+    "threads": lambda kept: str(kept["threads"]),
+}
+"""How a run's recorded settings read on the command line, by option."""
+FLAGS = {**{name: f"--{name.replace('_', '-')}" for name in RECORDED}, "variants": "the variants"}
 
 
 @dataclass(frozen=True)
@@ -91,49 +105,50 @@ def configure(parser: ArgumentParser) -> None:
         f"default: {' '.join(default_words())}",
     )
     each = "; ".join(f"{setting}: {' '.join(map(str, keys))}" for setting, keys in SETTINGS.items())
-    add("--setting", choices=tuple(SETTINGS), default="capacity", help="default: %(default)s")
+    add("--setting", choices=tuple(SETTINGS), help="default: capacity")
     add("--keys", metavar="N", nargs="+", help=f"numbers of keys, and of values; default: {each}")
     add(
         "--width",
         metavar="D",
-        default=str(Recipe().width),
-        help="of keys and queries; default: %(default)s; 64 shows what was published, too",
+        help=f"of keys and queries; default: {Recipe().width}; 64 shows what was published, too",
     )
-    add("--seeds", metavar="N", default=str(SEEDS), help="trainings of each cell; default: %(default)s")
-    add(
-        "--max-steps",
-        metavar="N",
-        default=str(Recipe().max_steps),
-        help="of a training; default: %(default)s",
-    )
+    add("--seeds", metavar="N", help=f"trainings of each cell; default: {SEEDS}")
+    add("--max-steps", metavar="N", help=f"of a training; default: {Recipe().max_steps}")
     add(
         "--out",
         metavar="DIR",
-        help=f"the run folder; one that holds a run is gone on with; default: {folders.RUNS}/capacity/<time>",
+        help=f"the run folder; one that holds a run is resumed, as it was begun; default: {folders.RUNS}/capacity/<time>",
     )
-    add("--threads", metavar="N", default=str(THREADS), help="torch's threads; default: %(default)s")
+    add("--threads", metavar="N", help=f"torch's threads; default: {THREADS}")
     add("--format", choices=("table", "json"), default="table", dest="form", help="on stdout")
 
 
 def settle(args: Namespace, now: datetime | None = None) -> CapacitySettings:
     """`CapacitySettings` from parsed arguments; `InvalidInput` or `UnknownVariant` for what makes no sense."""
+    out, recorded = run_folder.begun_or_new(
+        args.out, "capacity", now or datetime.now(), SUMMARY, args, RECORDED
+    )
     keys = [number("--keys", word, int, LEAST_KEYS, MOST_KEYS) for word in args.keys or ()]
+    setting = args.setting or "capacity"
     settings = CapacitySettings(
         variants=choose("capacity", args.names or default_words()),
-        out=Path(),
-        keys=tuple(sorted(set(keys))) or SETTINGS[args.setting],
-        setting=args.setting,
-        seeds=number("--seeds", args.seeds, int, 1, MOST_SEEDS),
+        out=out,
+        keys=tuple(sorted(set(keys))) or SETTINGS[setting],
+        setting=setting,
+        seeds=number("--seeds", or_default(args.seeds, SEEDS), int, 1, MOST_SEEDS),
         recipe=Recipe(
-            width=number("--width", args.width, int, 1, MOST_WIDTH),
-            max_steps=number("--max-steps", args.max_steps, int, 1, MOST_STEPS),
+            width=number("--width", or_default(args.width, Recipe().width), int, 1, MOST_WIDTH),
+            max_steps=number(
+                "--max-steps", or_default(args.max_steps, Recipe().max_steps), int, 1, MOST_STEPS
+            ),
         ),
-        threads=number("--threads", args.threads, int, 1, MOST_THREADS),
+        threads=number("--threads", or_default(args.threads, THREADS), int, 1, MOST_THREADS),
         form=args.form,
         registry=tuple(getattr(args, "registry", None) or ()),
     )
-    out = folders.to_go_on_in(args.out, "capacity", now or datetime.now(), [SUMMARY])
-    return CapacitySettings(**{**vars(settings), "out": out})
+    run_folder.refuse_another(out, recorded, settings.recorded(), FLAGS)
+    run_folder.refuse_replacing(out, SUMMARY, [SUMMARY])
+    return settings
 
 
 def default_words() -> list[str]:

@@ -1,4 +1,4 @@
-"""The table of a dates run and its goals, from cells. Needs tabulate; no torch.
+"""The table of a dates run and its goals, from cells. Needs tabulate, no torch.
 
 Every seed's value is shown, never the best alone; a cell without a number holds its status word.
 """
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from tabulate import tabulate
-
+from attnlab_evaluations import layout
 from attnlab_evaluations.dates.settings import DEFAULT, NONE, DatesSettings
 from attnlab_evaluations.dates.task import TEST_FILLER, TRAINING_FILLER
 
@@ -49,8 +48,7 @@ def table(cells: Sequence[dict[str, Any]], variants: Sequence[str], seeds: int, 
     headers += [f"mean, beam {beam}"] if beam > 1 else []
     headers += ["parameters", "train s", "cpu s", "status"]
     body = [_row(name, [c for c in cells if c["variant"] == name], beam) for name in variants]
-    widths = [None] * (len(headers) - 1) + [60]
-    return tabulate(body, headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+    return layout.table(headers, body)
 
 
 def legend(settings: DatesSettings) -> str:

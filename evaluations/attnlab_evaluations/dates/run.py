@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnlab import UnsupportedRequest
-from attnlab_evaluations import provenance, records
+from attnlab_evaluations import layout, provenance, records, run_folder
 from attnlab_evaluations.compare import check_device
 from attnlab_evaluations.dates import heat_map, report, task, training
 from attnlab_evaluations.dates.settings import NONE, SUMMARY, DatesSettings, heat_map_name
@@ -49,7 +49,7 @@ def run_dates(
         progress.done()
         return run.report()
 
-    return in_folder(settings.out, settings.threads, settings.resume_command(), body)
+    return in_folder(settings, SUMMARY, settings.recorded(), body)
 
 
 class _Run:
@@ -154,13 +154,13 @@ class _Run:
     def report(self) -> int:
         """Draw the heat maps, write the summary, print the table; the exit code."""
         asked = self.settings
-        notes = self._heat_maps()
+        notes = [*self.trainings.records.faults, *self._heat_maps()]
         goals = report.goals(self.cells)
         if any(cell["status"] in records.OPEN for cell in self.cells):
             notes.append(f"go on with what is missing: {asked.resume_command()}")
         summary = {
             "schema": records.SCHEMA_VERSION,
-            "settings": asked.recorded(),
+            **run_folder.described(asked.out, SUMMARY, asked.recorded()),
             "cells": self.cells,
             "goals": goals,
             "notes": notes,
@@ -172,8 +172,8 @@ class _Run:
         else:
             said = [report.sentence(goal) for goal in goals] if asked.check else []
             table = report.table(self.cells, asked.variants, asked.seeds, asked.beam)
-            lines = [table, report.legend(asked), *notes, *said, f"run folder: {asked.out}"]
-            print("\n".join(lines))
+            lines = [report.legend(asked), *notes, *said, f"run folder: {asked.out}"]
+            print(f"{table}\n{layout.paragraphs(lines)}")
         # After the table, which nobody should lose because a disk is full.
         records.write_text(asked.out / SUMMARY, text + "\n")
         return 1 if asked.check and not all(goal["reached"] for goal in goals) else 0

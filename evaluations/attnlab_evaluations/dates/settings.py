@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -15,9 +16,9 @@ from typing import Any
 import attnlab
 from attnlab import InvalidInput, UnknownVariant
 from attnlab.errors import nearest
-from attnlab_evaluations import folders
+from attnlab_evaluations import folders, run_folder
 from attnlab_evaluations.dates.recipe import Recipe
-from attnlab_evaluations.settings import MOST_THREADS, number
+from attnlab_evaluations.settings import MOST_THREADS, number, or_default
 
 NONE = "none"
 """The row without attention; it is part of every run, as the trivial level."""
@@ -45,6 +46,27 @@ every character is right. {NONE!r}, no attention at all, is always part of a run
 The folder gets results.jsonl, {SUMMARY} and, for each variant and seed, a heat map of the alignment
 (needs matplotlib: pip install 'attnlab[plots]'). The formats need Babel: pip install 'attnlab[dates]'.
 Goals of --check: {" and ".join(DEFAULT)} at least 95 %, {NONE} at most 30 %, for every seed."""
+
+
+RECORDED: dict[str, Callable[[Any], Any]] = {
+    "names": lambda kept: list(kept["variants"]),
+    "seeds": lambda kept: str(kept["seeds"]),
+    "steps": lambda kept: str(kept["recipe"]["steps"]),
+    "budget": lambda kept: f"{kept['budget']:g}",
+    "examples": lambda kept: str(kept["examples"]),
+    "beam": lambda kept: str(kept["beam"]),
+    "length_power": lambda kept: f"{kept['length_power']:g}" if kept["length_power"] else None,
+    "cell": lambda kept: kept["recipe"]["cell"],
+    "no_input_feeding": lambda kept: not kept["recipe"]["input_feeding"],
+    "threads": lambda kept: str(kept["threads"]),
+    "device": lambda kept: kept["device"],
+}
+"""How a run's recorded settings read on the command line, by option."""
+FLAGS = {
+    **{name: f"--{name.replace('_', '-')}" for name in RECORDED},
+    "variants": "the variants",
+    "input_feeding": "--no-input-feeding: input feeding",
+}
 
 
 @dataclass(frozen=True)
@@ -99,50 +121,51 @@ def configure(parser: ArgumentParser) -> None:
         nargs="*",
         help=f"variants, by name or pattern; default: {' '.join(DEFAULT)}; {NONE} always joins them",
     )
-    add("--seeds", metavar="N", default=str(SEEDS), help="trainings of each variant; default: %(default)s")
-    add("--steps", metavar="N", default=str(Recipe().steps), help="of every training; default: %(default)s")
+    add("--seeds", metavar="N", help=f"trainings of each variant; default: {SEEDS}")
+    add("--steps", metavar="N", help=f"of every training; default: {Recipe().steps}")
     add(
         "--budget",
         metavar="SECONDS",
-        default=f"{BUDGET:g}",
-        help="a training that takes longer is ended and says so; default: %(default)s",
+        help=f"a training that takes longer is ended and says so; default: {BUDGET:g}",
     )
     add(
         "--out",
         metavar="DIR",
-        help=f"the run folder; one that holds a run is gone on with; default: {folders.RUNS}/dates/<time>",
+        help=f"the run folder; one that holds a run is resumed, as it was begun; default: {folders.RUNS}/dates/<time>",
     )
     add(
         "--examples",
         metavar="N",
-        default=str(EXAMPLES_TESTED),
-        help="dates in the test; default: %(default)s",
+        help=f"dates in the test; default: {EXAMPLES_TESTED}",
     )
-    add("--beam", metavar="N", default="1", help="of a beam search beside greedy decoding; default: none")
+    add("--beam", metavar="N", help="of a beam search beside greedy decoding; default: none")
     add(
         "--length-power",
         metavar="P",
         help="order the beam by log probability over length to this power; default: 0, by log probability",
     )
-    add("--cell", choices=("gru", "lstm"), default=Recipe().cell, help="default: %(default)s")
+    add("--cell", choices=("gru", "lstm"), help=f"default: {Recipe().cell}")
     add(
         "--no-input-feeding",
         action="store_true",
+        default=None,
         help="each step sees the symbol before it, not where attention was",
     )
-    add("--threads", metavar="N", default=str(THREADS), help="torch's threads; default: %(default)s")
-    add("--device", default="cpu", help="cpu, cuda or cuda:1; default: %(default)s")
+    add("--threads", metavar="N", help=f"torch's threads; default: {THREADS}")
+    add("--device", help="cpu, cuda or cuda:1; default: cpu")
     add("--check", action="store_true", help="exit code 1 where a goal is missed")
     add("--format", choices=("table", "json"), default="table", dest="form", help="on stdout")
 
 
 def settle(args: Namespace, now: datetime | None = None) -> DatesSettings:
     """`DatesSettings` from parsed arguments; `InvalidInput` or `UnknownVariant` for what makes no sense."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+    out, recorded = run_folder.begun_or_new(args.out, "dates", now or datetime.now(), SUMMARY, args, RECORDED)
+    device = "cpu" if args.device is None else args.device
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise InvalidInput(
-            f"--device: expected cpu, cuda or cuda:1, got {args.device!r}; leave --device out for cpu"
+            f"--device: expected cpu, cuda or cuda:1, got {device!r}; leave --device out for cpu"
         )
-    beam = number("--beam", args.beam, int, 1, MOST_BEAM)
+    beam = number("--beam", args.beam or "1", int, 1, MOST_BEAM)
     if args.length_power is not None and beam == 1:
         raise InvalidInput(
             f"--length-power: expected a beam of 2 or more to order, got --beam {beam}; "
@@ -150,28 +173,27 @@ def settle(args: Namespace, now: datetime | None = None) -> DatesSettings:
         )
     settings = DatesSettings(
         variants=_variants(args.names),
-        out=Path(),
-        seeds=number("--seeds", args.seeds, int, 1, MOST_SEEDS),
+        out=out,
+        seeds=number("--seeds", or_default(args.seeds, SEEDS), int, 1, MOST_SEEDS),
         recipe=Recipe(
-            steps=number("--steps", args.steps, int, LEAST_STEPS, MOST_STEPS),
-            cell=args.cell,
+            steps=number("--steps", or_default(args.steps, Recipe().steps), int, LEAST_STEPS, MOST_STEPS),
+            cell=args.cell or Recipe().cell,
             input_feeding=not args.no_input_feeding,
         ),
-        examples=number("--examples", args.examples, int, 1, MOST_EXAMPLES),
+        examples=number("--examples", or_default(args.examples, EXAMPLES_TESTED), int, 1, MOST_EXAMPLES),
         beam=beam,
-        length_power=number(
-            "--length-power", "0" if args.length_power is None else args.length_power, float, 0, MOST_POWER
-        ),
-        budget=number("--budget", args.budget, float, 1),
-        threads=number("--threads", args.threads, int, 1, MOST_THREADS),
-        device=args.device,
+        length_power=number("--length-power", or_default(args.length_power, 0), float, 0, MOST_POWER),
+        budget=number("--budget", or_default(args.budget, f"{BUDGET:g}"), float, 1),
+        threads=number("--threads", or_default(args.threads, THREADS), int, 1, MOST_THREADS),
+        device=device,
         check=bool(args.check),
         form=args.form,
         registry=tuple(getattr(args, "registry", None) or ()),
     )
+    run_folder.refuse_another(out, recorded, settings.recorded(), FLAGS)
     pictures = (heat_map_name(v, s) for v in settings.variants for s in range(settings.seeds))
-    out = folders.to_go_on_in(args.out, "dates", now or datetime.now(), [SUMMARY, *pictures])
-    return DatesSettings(**{**vars(settings), "out": out})
+    run_folder.refuse_replacing(out, SUMMARY, [SUMMARY, *pictures])
+    return settings
 
 
 def heat_map_name(variant: str, seed: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from tabulate import tabulate
 
+from attnlab_evaluations import layout
 from attnlab_evaluations.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG, Cell
 
 LEGEND = (
@@ -32,8 +33,11 @@ def text(cells: Sequence[Cell], form: str) -> str:
         return f"{cell.status} {reasons.index(reason(cell)) + 1}" if cell.note else cell.status
 
     rows = [[variant, *(word(at.get((model, variant))) for model in models)] for variant in variants]
-    table = tabulate(
-        rows, headers=["variant", *models], tablefmt="github" if form == "markdown" else "simple"
+    headers = ["variant", *models]
+    table = (
+        tabulate(rows, headers=headers, tablefmt="github")
+        if form == "markdown"
+        else layout.table(headers, rows)
     )
     notes = [f"{number}. {said}" for number, said in enumerate(reasons, 1)]
     errors = [cell.error for cell in cells if cell.status == EQUAL and cell.error is not None]
@@ -45,7 +49,7 @@ def text(cells: Sequence[Cell], form: str) -> str:
     if form == "markdown":
         intro = "Written by `attnlab models --format markdown --write FILE`: tiny models with random weights."
         return "\n\n".join((TITLE, intro, table, LEGEND, "\n".join(notes), *parts[1 + len(notes) :]))
-    return "\n".join((table, "", *parts))
+    return "\n".join((table, "", layout.paragraphs(parts)))
 
 
 def _packing(cells: Sequence[Cell]) -> str:

@@ -1,4 +1,4 @@
-"""The tables of a minilm run and its goals, from cells. Needs tabulate; no torch.
+"""The tables of a minilm run and its goals, from cells. Needs tabulate, no torch.
 
 The span of all seeds is shown, never the best alone; a row without numbers holds its status word and reason.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tabulate import tabulate
-
 import attnlab
+from attnlab_evaluations import layout
 from attnlab_evaluations.pretrained.settings import COSINE, EXACT, MiniLMSettings
 
 NOT_APPLICABLE = "n/a"
@@ -120,8 +119,7 @@ def _stages(cells: Sequence[Cell]) -> str:
 
 
 def _drawn(headers: list[str], body: list[list[str]]) -> str:
-    widths = [None] * (len(headers) - 1) + [70]
-    return tabulate(body, headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+    return layout.table(headers, body)
 
 
 def _measures(values: Sequence[dict[str, Any]]) -> list[str]:

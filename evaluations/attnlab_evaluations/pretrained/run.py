@@ -16,7 +16,7 @@ import torch
 
 import attnlab
 from attnlab import VariantUnavailable
-from attnlab_evaluations import provenance, records
+from attnlab_evaluations import layout, provenance, records, run_folder
 from attnlab_evaluations.chosen import Chosen
 from attnlab_evaluations.pretrained import corpus, distilling, report
 from attnlab_evaluations.pretrained.agreement import agreement, embed, word_embeddings
@@ -59,7 +59,7 @@ def run_minilm(
         progress.done()
         return run.report()
 
-    return in_folder(settings.out, settings.threads, settings.resume_command(), body)
+    return in_folder(settings, SUMMARY, settings.recorded(), body)
 
 
 class _Run:
@@ -178,12 +178,12 @@ class _Run:
         """Write the summary, print the table; the exit code."""
         asked = self.settings
         goals = report.goals(self.cells, asked)
-        notes = report.legend(self.cells, asked)
+        notes = [*report.legend(self.cells, asked), *self.trainings.records.faults]
         if any(cell["status"] in records.OPEN for cell in self.cells):
             notes.append(f"go on with what is missing: {asked.resume_command()}")
         summary = {
             "schema": records.SCHEMA_VERSION,
-            "settings": asked.recorded(),
+            **run_folder.described(asked.out, SUMMARY, asked.recorded()),
             "cells": self.cells,
             "goals": goals,
             "notes": notes,
@@ -191,8 +191,8 @@ class _Run:
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
         said = [report.sentence(goal) for goal in goals]
-        lines = [report.table(self.cells, asked), *notes, *said, f"run folder: {asked.out}"]
-        print(text if asked.form == "json" else "\n".join(lines))
+        below = layout.paragraphs([*notes, *said, f"run folder: {asked.out}"])
+        print(text if asked.form == "json" else f"{report.table(self.cells, asked)}\n{below}")
         # After the table, which nobody should lose because a disk is full.
         records.write_text(asked.out / SUMMARY, text + "\n")
         return 1 if asked.check and not all(goal["reached"] for goal in goals) else 0

@@ -6,16 +6,17 @@ import os
 import re
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from attnlab import InvalidInput
-from attnlab_evaluations import folders
+from attnlab_evaluations import folders, run_folder
 from attnlab_evaluations.chosen import Chosen, choose
 from attnlab_evaluations.pretrained.recipe import Recipe
-from attnlab_evaluations.settings import MOST_THREADS, number
+from attnlab_evaluations.settings import MOST_THREADS, number, or_default
 
 SUMMARY = "minilm.json"
 STUDENT = "linearised_hedgehog"
@@ -47,6 +48,24 @@ the variant's own parameters and the attention's projections learn. What declare
 
 Needs pip install 'attnlab[transformers]'. Goals of --check: exact softmax variants within {EXACT:g}; with --distil, a mean
 cosine of at least {COSINE:g} for every seed. The folder gets results.jsonl and {SUMMARY}."""
+
+
+RECORDED: dict[str, Callable[[Any], Any]] = {
+    "names": lambda kept: [] if kept["distil"] else list(kept["variants"]),
+    "distil": lambda kept: kept["variants"][0] if kept["distil"] else None,
+    "seeds": lambda kept: str(kept["seeds"]),
+    "steps": lambda kept: [str(kept["recipe"][f"{stage}_steps"]) for stage in ("weight", "state")],
+    "budget": lambda kept: f"{kept['budget']:g}",
+    "sentences": lambda kept: str(kept["sentences"]),
+    "save": lambda kept: kept["save"],
+    "threads": lambda kept: str(kept["threads"]),
+}
+"""How a run's recorded settings read on the command line, by option."""
+FLAGS = {
+    **{name: f"--{name}" for name in RECORDED},
+    "variants": "the variants",
+    **{f"{stage}_steps": "--steps" for stage in ("weight", "state")},
+}
 
 
 @dataclass(frozen=True)
@@ -114,47 +133,49 @@ def configure(parser: ArgumentParser) -> None:
     add(
         "--seeds",
         metavar="N",
-        default=str(SEEDS),
-        help="trainings of --distil, each from other sentences in another order; default: %(default)s",
+        help=f"trainings of --distil, each from other sentences in another order; default: {SEEDS}",
     )
     add(
         "--steps",
         metavar=("N", "M"),
         nargs=2,
-        default=[str(Recipe().weight_steps), str(Recipe().state_steps)],
         help=f"of --distil, on weights and on states; default: {Recipe().weight_steps} {Recipe().state_steps}",
     )
     add(
         "--budget",
         metavar="SECONDS",
-        default=f"{BUDGET:g}",
-        help="a training that takes longer is ended and says so; default: %(default)s",
+        help=f"a training that takes longer is ended and says so; default: {BUDGET:g}",
     )
-    add("--sentences", metavar="N", default=str(SENTENCES), help="held-out sentences; default: %(default)s")
-    add("--save", action="store_true", help="with --distil: keep every student, 90 MB each")
+    add("--sentences", metavar="N", help=f"held-out sentences; default: {SENTENCES}")
+    add("--save", action="store_true", default=None, help="with --distil: keep every student, 90 MB each")
     add(
         "--out",
         metavar="DIR",
-        help=f"the run folder; one that holds a run is gone on with; default: {folders.RUNS}/minilm/<time>",
+        help=f"the run folder; one that holds a run is resumed, as it was begun; default: {folders.RUNS}/minilm/<time>",
     )
-    add("--threads", metavar="N", default=str(THREADS), help="torch's threads; default: %(default)s")
+    add("--threads", metavar="N", help=f"torch's threads; default: {THREADS}")
     add("--check", action="store_true", help="exit code 1 where a goal is missed")
     add("--format", choices=("table", "json"), default="table", dest="form", help="on stdout")
 
 
 def settle(args: Namespace, now: datetime | None = None) -> MiniLMSettings:
     """`MiniLMSettings` from parsed arguments; `InvalidInput` or `UnknownVariant` for what makes no sense."""
-    weight_steps, state_steps = (number("--steps", word, int, 0, MOST_STEPS) for word in args.steps)
+    out, recorded = run_folder.begun_or_new(
+        args.out, "minilm", now or datetime.now(), SUMMARY, args, RECORDED
+    )
+    steps = args.steps or (Recipe().weight_steps, Recipe().state_steps)
+    weight_steps, state_steps = (number("--steps", str(word), int, 0, MOST_STEPS) for word in steps)
+    sentences = or_default(args.sentences, SENTENCES)
     settings = MiniLMSettings(
         variants=_variants(args),
-        out=Path(),
+        out=out,
         distil=args.distil is not None,
-        seeds=number("--seeds", args.seeds, int, 1, MOST_SEEDS),
+        seeds=number("--seeds", or_default(args.seeds, SEEDS), int, 1, MOST_SEEDS),
         recipe=Recipe(weight_steps=weight_steps, state_steps=state_steps),
-        sentences=number("--sentences", args.sentences, int, LEAST_SENTENCES, MOST_SENTENCES),
-        budget=number("--budget", args.budget, float, 1),
+        sentences=number("--sentences", sentences, int, LEAST_SENTENCES, MOST_SENTENCES),
+        budget=number("--budget", or_default(args.budget, f"{BUDGET:g}"), float, 1),
         save=bool(args.save),
-        threads=number("--threads", args.threads, int, 1, MOST_THREADS),
+        threads=number("--threads", or_default(args.threads, THREADS), int, 1, MOST_THREADS),
         check=bool(args.check),
         form=args.form,
         registry=tuple(getattr(args, "registry", None) or ()),
@@ -163,12 +184,13 @@ def settle(args: Namespace, now: datetime | None = None) -> MiniLMSettings:
         raise InvalidInput(
             "--save: expected --distil, which makes the models to save; add --distil or leave --save out"
         )
+    run_folder.refuse_another(out, recorded, settings.recorded(), FLAGS)
     written = [SUMMARY]
     if settings.save:
         label = settings.variants[0].label
         written += [settings.model_folder(label, seed).name for seed in range(settings.seeds)]
-    out = folders.to_go_on_in(args.out, "minilm", now or datetime.now(), written)
-    return MiniLMSettings(**{**vars(settings), "out": out})
+    run_folder.refuse_replacing(out, SUMMARY, written)
+    return settings
 
 
 def _variants(args: Namespace) -> tuple[Chosen, ...]:

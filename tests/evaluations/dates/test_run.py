@@ -219,7 +219,8 @@ def test_a_goal_is_reached_by_every_seed_or_missed(cells, reached):
     assert [goal["reached"] for goal in report.goals(cells)] == reached
 
 
-def test_a_table_shows_every_seed_and_never_the_best_alone():
+def test_a_table_shows_every_seed_and_never_the_best_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     value = {"parameters": 10, "seconds": 2.0, "cpu_seconds": 3.0}
     cells = [
         {"variant": "additive", "seed": s, "status": "ok", "detail": "", "value": {**value, "exact": e}}

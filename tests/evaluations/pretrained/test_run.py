@@ -64,6 +64,7 @@ def test_a_variant_that_cannot_take_the_place_says_why(run, tmp_path, capsys, mo
     def refused(*_, **__):
         raise UnsupportedRequest("linearised: it will not")
 
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(distilling, "installed", refused)
     run(tmp_path, "linearised")
     said = capsys.readouterr().out
