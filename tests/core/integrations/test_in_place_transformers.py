@@ -147,7 +147,7 @@ def test_where_the_second_of_two_models_fails_the_first_keeps_the_variant_that_i
     before, learned = held(model), model.left.get_submodule(PATHS[0]).attnlab
     model.right.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(InvalidInput, match="ZeroDivisionError"):
-        attnlab.replace(model, "dot_product", where=[f"*.{PATHS[1]}"], example={"input_ids": IDS})
+        attnlab.replace(model, "dot_product", where=[f"*.{PATHS[1]}"], example={"input_ids": tokens()})
     assert model.left.get_submodule(PATHS[0]).attnlab is learned
     assert held(model) == before
 

@@ -8,6 +8,7 @@ import torch
 
 import attnlab
 from attnlab import AttnlabError, InvalidInput, UnsupportedRequest
+from attnlab._module_arguments import placement
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 from attnlab.integrations import transformers as hf  # noqa: E402
