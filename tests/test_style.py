@@ -12,7 +12,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 450  # lines; the aim is 300
+LONGEST = 80  # lines of a function, which then fits a screen
+LONGER = {  # with the reason of each
+    "core/attnlab/interface.py:forward": "the signature of every call and its stages; to be cut into named stages",
+    **dict.fromkeys(
+        [
+            "core/attnlab/engines/recurrence_kernels.py:backward_kernel",
+            "core/attnlab/engines/recurrence_kernels.py:forward_kernel",
+            "plugins/attnlab_plugins/flash/kernels/bias_gradient.py:bias_gradient_kernel",
+            "plugins/attnlab_plugins/flash/kernels/forward.py:forward_kernel",
+            "plugins/attnlab_plugins/flash/kernels/key_gradient.py:key_gradient_kernel",
+            "plugins/attnlab_plugins/flash/kernels/query_gradient.py:query_gradient_kernel",
+        ],
+        "a Triton kernel: its arguments are one a line, and helpers cannot hold its accumulators",
+    ),
+}
 SOURCES = sorted(
     path
     for folder in ("core", "plugins", "evaluations", "tests", ".ci")
@@ -29,13 +43,21 @@ def test_there_are_sources_to_look_at() -> None:
     assert len(SHIPPED) > 20
 
 
-def test_no_file_is_far_longer_than_one_idea() -> None:
-    lengths = {
-        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for path in SOURCES
-    }
-    too_long = {name: lines for name, lines in lengths.items() if lines > LONGEST}
-    assert not too_long, f"split these, {LONGEST} lines is the most: {too_long}"
+def test_a_function_fits_a_screen() -> None:
+    too_long = {}
+    for path in SHIPPED:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines, name = (
+                    node.end_lineno - node.lineno + 1,
+                    f"{path.relative_to(ROOT).as_posix()}:{node.name}",
+                )
+                if lines > LONGEST:
+                    too_long[name] = lines
+    assert {name: lines for name, lines in too_long.items() if name not in LONGER} == {}, (
+        "cut these, or list them with a reason"
+    )
+    assert set(LONGER) == set(too_long), "listed and no longer too long"
 
 
 @named(SHIPPED)

@@ -147,16 +147,17 @@ def _probed(make: Callable[..., Any], ceiling: Capabilities, device: str) -> dic
 
 def _require_result(make: Callable[..., Any], base: Case) -> None:
     """`WrongResult` where a plain call does not even end in an `AttentionOutput`, which every case would repeat."""
+    from attnlab.conformance.checks._settings import settings_kept
     from attnlab.conformance.inputs import draw
 
     try:
         variant = seeded(make, base)
         if not base.missing(variant.capabilities):
-            with torch.no_grad():
+            with settings_kept(variant, base, "a plain call"), torch.no_grad():
                 draw(base, variant).run(variant)
-    except WrongResult:
+    except (WrongResult, KeyboardInterrupt):
         raise
-    except Exception:  # what else a plain call raises is for the checks to tell
+    except BaseException:  # what else a plain call raises, sys.exit() too, is for the checks to tell
         return
 
 
@@ -168,7 +169,9 @@ def _random(make: Callable[..., Any], base: Case) -> bool:
         return False
     try:
         return is_random(variant, draw(base, variant))
-    except Exception:  # what a plain call raises is for the checks to tell
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # what a plain call raises, sys.exit() too, is for the checks to tell
         return False
 
 

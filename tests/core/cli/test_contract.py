@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from attnlab import errors
 from attnlab.capabilities import ASKABLE, PROPERTIES
 from attnlab.cli.contract_command import generated, page
@@ -47,12 +45,6 @@ def test_no_text_names_a_document_that_users_do_not_have() -> None:
     for folder in ("core", "plugins", "evaluations"):
         for path in (ROOT / folder).rglob("*.py"):
             assert "CONTRACT" not in path.read_text(encoding="utf-8"), path
-
-
-@pytest.mark.parametrize("name", ["'docs/contract.md'", "`attnlab contract`"])
-def test_messages_name_the_page_and_the_command(name: str) -> None:
-    source = (ROOT / "core/attnlab/conformance/messages.py").read_text(encoding="utf-8")
-    assert name.strip("'") in source
 
 
 def test_info_takes_patterns_and_several_names(run: Run, only_rows: str) -> None:  # F21

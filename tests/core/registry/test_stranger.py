@@ -94,7 +94,7 @@ BROKEN = {
     "broken package": ({"__init__.py": "raise OSError('half a disk')"}, PluginError, "OSError: half a disk"),
     "no such class": ({"attn.py": "class Meen: ..."}, PluginError, "the module has no class 'Mean'; did you mean 'Meen'"),
     "wrong class": ({"attn.py": "class Mean: ..."}, PluginError, "expected a class that derives from attnlab.Attention"),
-    "no class": ({"attn.py": "Mean = 3"}, PluginError, "got a int"),
+    "no class": ({"attn.py": "Mean = 3"}, PluginError, "expected a class that derives from attnlab.Attention, got 3"),
     "api version of the class": ({"attn.py": CODE.replace("formula =", "api_version = 99; formula =")}, PluginError, "the plugin stranger-pkg is written for api_version 99, this attnlab provides 1"),
     "api version of the row": ({"registry.yaml": GOOD + "    api_version: 99\n"}, PluginError, "the plugin stranger-pkg is written for api_version 99, this attnlab provides 1"),
     "overridden forward": ({"attn.py": CODE.replace("def attend", "def forward")}, PluginError, "overrides forward, which is final"),

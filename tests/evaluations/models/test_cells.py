@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 import attnlab
 from attnlab.integrations import _transformers_arguments as words
+from attnlab.integrations import _transformers_configs as configs
 from attnlab.integrations import _transformers_function as function
-from attnlab.integrations import _transformers_install as installing
-from attnlab.integrations import _transformers_layers as layers
+from attnlab.integrations import _transformers_installed as installing
 from attnlab.mask import AttentionMask
 from attnlab_evaluations.models import cells, report, run, settings
 from attnlab_evaluations.models.cells import Own, judge
@@ -138,13 +138,12 @@ def test_a_state_that_is_not_carried_on_is_found(own, monkeypatch):
 def test_a_layer_that_does_not_call_is_found(own, monkeypatch):
     broken(
         monkeypatch,
-        layers,
+        configs,
         "choose",
-        lambda choose, model, name: (
-            choose(model, name)
-            or setattr(model, "_attn", model.encoder.layer[1])
-            or setattr(model.encoder.layer[1].attention.self, "config", TINY["bert"].build().config)
-        ),
+        lambda choose, model, *rest: (
+            choose(model, *rest),
+            setattr(model.encoder.layer[1].attention.self, "config", TINY["bert"].build().config),
+        )[0],
     )
     cell = judge(own("bert"), "dot_product")
     assert cell.status == WRONG

@@ -26,7 +26,8 @@ def rows(text):
     return {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
 
 
-def test_a_swap_leaves_one_record_a_variant_a_summary_and_a_table(run, tmp_path, capsys):
+def test_a_swap_leaves_one_record_a_variant_a_summary_and_a_table(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     assert run(tmp_path, "dot_product", "linearised", "additive", check=True) == 0
     cells = lines(tmp_path, "swapped")
     assert [(c["variant"], c["status"]) for c in cells] == [
