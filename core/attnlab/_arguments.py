@@ -98,7 +98,13 @@ def check_offset(
     Readers are causal=, window=, mask_mod= and score_mod=, and variants that read where queries stand.
     """
     reads = variant.reads_query_positions and not variant.capabilities.position_free
-    if reads or said.positional or said.mask_mod is not None or score_mod is not None:
+    if (
+        reads
+        or said.positional
+        or said.window is not None
+        or said.mask_mod is not None
+        or score_mod is not None
+    ):
         return
     offset, past = said.offset, state.length if isinstance(state, State) else 0
     if query_length == key_length and not isinstance(offset, Tensor):

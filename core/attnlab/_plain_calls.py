@@ -41,6 +41,7 @@ class PlainCalls(nn.Module):
             if causal:
                 seen = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
                 seen.right = 0
+                seen._drop_what_hides_nothing()  # as the gate does: the first call and later ones take one path
             return self.attend(query, key, value, Call(seen, recording=torch.is_grad_enabled())).out
 
         return run

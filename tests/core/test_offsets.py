@@ -114,3 +114,10 @@ def test_a_variant_that_reads_where_queries_stand_uses_it(chosen: Any) -> None:
     options.pop("name", None)
     made, x = attnlab.create(name, num_heads=2, head_dim=4, **options), tokens()
     assert not torch.equal(made(*x, offset=2).out, made(*x).out)
+
+
+def test_a_window_without_bounds_is_a_rule_that_counts_from_the_offset() -> None:
+    """F17: callers hand on `window=(left, right)` whatever their settings, `(None, None)` among them."""
+    query, key, value = tokens(3, 5)
+    got = attnlab.attention(query, key, value, window=(None, None), offset=2)
+    torch.testing.assert_close(got, attnlab.attention(query, key, value))

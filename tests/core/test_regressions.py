@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import attnlab
 from attnlab.capabilities import GateSpec
@@ -74,3 +75,14 @@ def test_nan_in_absent_tokens_reaches_no_projection(as_object):
     out[:, :3].sum().backward()
     assert out[:, :3].isfinite().all()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("variant", ["linearised", "linearised_taylor", "linearised_hedgehog", "retention"])
+@pytest.mark.parametrize("length", [1, 2, 70])
+def test_the_first_call_of_a_module_and_its_recomputation_take_one_path(variant, length):
+    """F05: `torch.utils.checkpoint` compares the tensors that both keep; a causal rule over one token hides nothing."""
+    attention = attnlab.create(variant, num_heads=2, head_dim=4)
+    query, key, value = torch.randn(3, 1, 2, length, 4).requires_grad_()
+    checkpoint(
+        lambda *inputs: attention(*inputs, causal=True).out, query, key, value, use_reentrant=False
+    ).sum().backward()

@@ -349,3 +349,21 @@ def test_a_variant_made_from_it_takes_no_shortcut_of_its() -> None:
         answers = run(variant, inputs, [1] * 8, variant.init_state(2, dtype=torch.float64))
     got = torch.cat([a.out for a in answers], 2)
     torch.testing.assert_close(got, variant(*inputs, causal=True).out, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 2])
+def test_weights_have_a_column_for_each_key_where_the_caller_narrows_a_cache_that_has_forgotten(
+    sink_tokens: int,
+) -> None:
+    """F08, F28: a narrower `window=` of the call leaves out further keys, on top of what the cache has forgotten."""
+    query, key, value = tokens(12, batch=1)
+    variant = variant_of(left=3, sink_tokens=sink_tokens)
+    given: dict[str, Any] = {"causal": True, "window": (1, 0), "need_weights": True}
+    whole = variant(query, key, value, **given)
+    state = variant.init_state(1, dtype=torch.float64)
+    for start in range(0, 12, 2):
+        part = (x[:, :, start : start + 2] for x in (query, key, value))
+        step = variant(*part, state=state, **given)
+        state = step.state
+        expected = whole.weights[:, :, start : start + 2, : start + 2]
+        torch.testing.assert_close(step.weights, expected, rtol=0, atol=1e-12)

@@ -180,6 +180,10 @@ class ScoreAttention(Attention):
         seen = call.visibility
         if seen is None or seen.left is None or seen.sink_tokens or torch.compiler.is_compiling():
             return 0
+        if (
+            call.forgotten is not None
+        ):  # a cache that forgets holds few more, and weights name one range of keys without columns
+            return 0
         differences = self.shift_invariant and not (self.hides or self.reweights)  # of positions made by now
         if not (self.capabilities.position_free or differences):
             return 0
