@@ -58,6 +58,14 @@ def test_patterns_and_names_combine_and_the_reference_comes_along():
     assert found == ("dot_product", "linearised_relu", "additive")
 
 
+def test_names_and_lengths_may_be_separated_by_spaces_too():
+    found = settled(
+        "--variants", "additive", "flash,chunked", "--lengths", "64", "32", "--workloads", "sweep"
+    )
+    assert found.variants == ("dot_product", "additive", "flash", "chunked")
+    assert (found.lengths, found.workloads) == ((32, 64), ("sweep",))
+
+
 @pytest.mark.parametrize(
     ("words", "error", "says"),
     [
