@@ -160,6 +160,11 @@ def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None
     out = _folder(args.out, resume, now or datetime.now())
     if resume:
         recorded = run_folder.choice(out, PROVENANCE)
+        if recorded is None and os.path.lexists(out / PROVENANCE) and not (args.variants and args.lengths):
+            raise InvalidInput(
+                f"--resume: {out / PROVENANCE} does not tell what the run was asked for; give its --variants, --workloads "
+                "and --lengths, or begin another run"
+            )
         run_folder.take_over(args, recorded, RECORDED)
     lengths = _words("--lengths", or_default(args.lengths, _joined(LENGTHS)))
     settings = Settings(

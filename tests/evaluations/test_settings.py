@@ -229,3 +229,12 @@ def test_targets_do_not_replace_those_of_an_earlier_run(tmp_path):
     (tmp_path / "t" / "targets.md").write_text("", encoding="utf-8")
     with pytest.raises(InvalidInput, match=r"--out: t holds targets\.md, which would be replaced"):
         goals("--out", "t")
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"schema": 1, "settings": null}'])
+def test_a_run_that_does_not_tell_its_choice_is_not_resumed_with_everything(damaged):  # F23
+    a_run("run")
+    Path("run", settings.PROVENANCE).write_text(damaged, encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"does not tell what the run was asked for; give its --variants"):
+        settled("--out", "run", "--resume")
+    assert settled("--out", "run", "--resume", "--variants", "flash", "--lengths", "32").lengths == (32,)
