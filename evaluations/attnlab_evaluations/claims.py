@@ -28,7 +28,9 @@ EQUAL = math.log(1.02)
 ERROR_RATE = 1 - LEVEL
 SPREADS = 3.0
 """Each pair of instances has its own places in memory, which more rounds do not average out: the floor is at least so
-many standard deviations of that."""
+many standard deviations of that, and more where a table has so many ratios that one lies further out by chance."""
+FEW_CONTROLS = 2.75
+"""Standard deviations of a normal variable at whose quantile Student's t is taken where few controls estimate that."""
 SPARE_ROUNDS = 2
 """Rounds that may go the other way before a claim fails for lack of rounds."""
 RESAMPLES = 1000
@@ -87,8 +89,8 @@ class Null:
         )
 
 
-def pool(ratios: Mapping[Group, Sequence[Sequence[float]]], *, seed: int = 0) -> Null:
-    """The null controls of a run put together.
+def pool(ratios: Mapping[Group, Sequence[Sequence[float]]], *, claims: int = 1, seed: int = 0) -> Null:
+    """The null controls of a run put together, for a table of so many ratios to make claims of.
 
     The interval comes from drawing groups again, and rounds within them: the samples of one group share a place in
     memory, so that more of them say little more. The floor is the interval's own bound or the spread of single
@@ -117,12 +119,18 @@ def pool(ratios: Mapping[Group, Sequence[Sequence[float]]], *, seed: int = 0) ->
         math.exp(high),
         LEVEL if least >= LEVEL else least,
     )
-    placement = SPREADS * _placement([control for controls in groups for control in controls])
+    placement = _placement([control for controls in groups for control in controls], claims)
     return Null(kept, pooled, max(LEAST_FLOOR, abs(low), abs(high), placement))
 
 
-def _placement(controls: Sequence[Sequence[float]]) -> float:
-    """The standard deviation of the controls' true middles: what is left when their rounds' own noise is taken out."""
+def _placement(controls: Sequence[Sequence[float]], claims: int) -> float:
+    """How far places in memory alone may put two equal things apart, in a table of so many ratios.
+
+    The spread of the controls' middles estimates it, less their rounds' own noise. Few controls may be alike
+    by chance, so their spread counts for more: by a quantile of Student's t, approximately, with as many degrees of freedom
+    as there are controls.
+    """
+    spreads = max(SPREADS, statistics.NormalDist().inv_cdf(1 - ERROR_RATE / (2 * max(1, claims))))
     middles = [statistics.median(control) for control in controls]
     whole = (NORMAL_MAD * statistics.median(abs(m) for m in middles)) ** 2
     noise = []
@@ -131,7 +139,8 @@ def _placement(controls: Sequence[Sequence[float]]) -> float:
         noise.append(
             math.pi / 2 * deviation**2 / len(control)
         )  # the variance of a median of so many normal values
-    return math.sqrt(max(0.0, whole - statistics.fmean(noise)))
+    squares = max(spreads**2, len(controls) * math.expm1(FEW_CONTROLS**2 / len(controls)))
+    return math.sqrt(max(0.0, squares * whole - spreads**2 * statistics.fmean(noise)))
 
 
 def chance(ratios: Sequence[float], floor: float) -> tuple[float, str]:

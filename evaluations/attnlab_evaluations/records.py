@@ -122,7 +122,7 @@ def _append(path: Path, line: bytes) -> None:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line.decode("utf-8"))
-    except ValueError:  # covers broken UTF-8 and broken JSON
+    except (ValueError, RecursionError):  # broken UTF-8, broken JSON, brackets too deep to read
         return None
     if not isinstance(record, dict) or "schema" not in record:
         return None

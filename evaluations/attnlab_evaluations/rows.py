@@ -68,12 +68,17 @@ def group_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
 def null_control(records: Iterable[Mapping[str, Any]]) -> Null:
     """The null controls of a run, from the records of variants that were timed against themselves."""
     ratios: dict[Group, list[list[float]]] = {}
+    claims = 0
     for record in records:
         name = str(record.get("variant", ""))
-        if name != original(name) and record["status"] == "ok":
+        if record["status"] != "ok" or not record.get("reference_samples"):
+            continue
+        if name == original(name):
+            claims += name != REFERENCE
+        else:
             found = log_ratios(record["samples"], record["reference_samples"])
             ratios.setdefault(group_of(record), []).append(found)
-    return pool(ratios)
+    return pool(ratios, claims=claims)
 
 
 def fill_claims(rows: Sequence[Row], null: Null) -> None:

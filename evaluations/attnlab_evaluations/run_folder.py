@@ -49,15 +49,12 @@ def opened(out: Path, summary: str, settings: Mapping[str, Any]) -> Iterator[Non
 def choice(out: Path, summary: str) -> dict[str, Any] | None:
     """The settings that the run in the folder was begun with; None where there is no run, or it does not tell."""
     described = _read(out / summary)
-    if described is None or not (folders.holds_run(out) or described.get(UNFINISHED) is False):
-        return None
-    found = described.get("settings")
-    return found if isinstance(found, dict) else None
+    return None if described is None else described["settings"]
 
 
 def was_begun(out: Path, summary: str) -> bool:
-    """Whether the folder holds a run, be it one that ended before its first record."""
-    return folders.holds_run(out) or _unfinished(out / summary)
+    """Whether the folder holds a run, be it one that ended before its first record or whose records were removed."""
+    return folders.holds_run(out) or _read(out / summary) is not None
 
 
 def refuse_replacing(out: Path, summary: str, names: Iterable[str]) -> None:
@@ -74,9 +71,10 @@ def _unfinished(summary: Path) -> bool:
 def _read(summary: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "settings" in found else None
+    ours = isinstance(found, dict) and "schema" in found and isinstance(found.get("settings"), dict)
+    return found if ours else None
 
 
 def take_over(

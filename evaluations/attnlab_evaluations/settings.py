@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -101,17 +101,27 @@ class TargetSettings:
     form: str = "table"
 
 
+class _Words(Action):
+    """Words that commas or spaces separate, kept as one text with commas."""
+
+    def __call__(
+        self, parser: ArgumentParser, args: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(args, self.dest, ",".join(values))
+
+
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = EXAMPLES
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
+    words: dict[str, Any] = {"action": _Words, "nargs": "+", "metavar": ("A", "B")}
     add(
         "--variants",
-        metavar="A,B",
+        **words,
         help="names or patterns, or 'all'; default: every row that is not a preset",
     )
-    add("--workloads", metavar="A,B", help="minilm, sweep, or a plugin's; default: all")
+    add("--workloads", **words, help="minilm, sweep, or a plugin's; default: all")
     add("--out", metavar="DIR", help=f"the run folder; default: {folders.RUNS}/<time>")
     add(
         "--resume",
@@ -125,7 +135,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     add("--seed", metavar="N", help="of inputs, parameters and orders; default: 0")
     add("--threads", metavar="N", help="torch's threads; default: torch's choice, which is recorded")
-    add("--lengths", metavar="A,B", help=f"of the sweep; default: {_joined(LENGTHS)}")
+    add("--lengths", **words, help=f"of the sweep; default: {_joined(LENGTHS)}")
     add("--device", help="cpu or cuda; default: cpu")
     add(
         "--format",
@@ -150,6 +160,11 @@ def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None
     out = _folder(args.out, resume, now or datetime.now())
     if resume:
         recorded = run_folder.choice(out, PROVENANCE)
+        if recorded is None and os.path.lexists(out / PROVENANCE) and not (args.variants and args.lengths):
+            raise InvalidInput(
+                f"--resume: {out / PROVENANCE} does not tell what the run was asked for; give its --variants, --workloads "
+                "and --lengths, or begin another run"
+            )
         run_folder.take_over(args, recorded, RECORDED)
     lengths = _words("--lengths", or_default(args.lengths, _joined(LENGTHS)))
     settings = Settings(
@@ -178,7 +193,7 @@ def _folder(asked: str | None, resume: bool, now: datetime) -> Path:
         out = folders.asked_for(str(folders.newest_run(PROVENANCE) if resume else folders.fresh(now)))
     begun = run_folder.was_begun(out, PROVENANCE)
     if not resume and begun:
-        before = "" if folders.holds_run(out) else ", which ended before its first result"
+        before = "" if folders.holds_run(out) else ", which has no results"
         raise InvalidInput(
             f"--out: {out} already holds a run{before}; add --resume to go on with it, or choose another folder"
         )

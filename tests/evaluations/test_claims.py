@@ -27,7 +27,11 @@ def simulated(seed, *, noise, planted=0.0, rounds=40, groups=12, twin=0.0, place
         middle = shift + rng.gauss(0, place)
         return [middle + rng.gauss(0, noise) for _ in range(rounds)]
 
-    null = claims.pool({(g,): [series(math.log1p(twin)) for _ in range(3)] for g in range(groups)}, seed=seed)
+    null = claims.pool(
+        {(g,): [series(math.log1p(twin)) for _ in range(3)] for g in range(groups)},
+        claims=3 * groups + 1,
+        seed=seed,
+    )
     measured = {
         (g, v): ((g,), series(shift)) for g in range(groups) for v, shift in enumerate((0.0, 0.5, 1.0))
     }
@@ -50,6 +54,31 @@ def test_runs_of_equal_things_claim_nothing(noise):
     found = [simulated(seed, noise=noise) for seed in range(RUNS)]
     assert sum(claimed > 0 or word == SLOWER for _, word, claimed in found) <= 1
     assert all(null.quiet for null, _, _ in found)
+
+
+@pytest.mark.parametrize(("groups", "controls", "variants"), [(2, 1, 3), (10, 3, 8)])
+@pytest.mark.parametrize("place", [0.005, 0.02])
+def test_neither_few_controls_nor_many_ratios_make_equal_things_differ(groups, controls, variants, place):
+    """All ratios of a group share the reference's place in memory (F48)."""
+    rounds, claiming = claims.rounds_for(groups * variants) + 8, 0
+    for seed in range(2 * RUNS):
+        rng = random.Random(seed)
+
+        def series(rng=rng):
+            middle = rng.gauss(0, place)
+            return [middle + rng.gauss(0, 0.005) for _ in range(rounds)]
+
+        nulls, measured = {}, {}
+        for g in range(groups):
+            names = [series() for _ in range(variants + 1)]
+            nulls[g,] = [
+                claims.log_ratios(map(math.exp, series()), map(math.exp, n)) for n in names[:controls]
+            ]
+            for v, name in enumerate(names[1:]):
+                measured[g, v] = ((g,), [a - b for a, b in zip(name, names[0], strict=True)])
+        words = claims.decide(measured, claims.pool(nulls, claims=len(measured), seed=seed))
+        claiming += any(word not in (SAME, OPEN) for word in words.values())
+    assert claiming <= RUNS // 5  # one run in ten: one in twenty, and two standard deviations of that count
 
 
 def test_few_rounds_on_a_busy_machine_call_no_slowdown_the_same():

@@ -57,11 +57,12 @@ def test_zeros_left_by_a_power_cut_count_as_a_torn_line(tmp_path):
     assert len(Records(path)) == 1
 
 
-def test_a_broken_line_in_the_middle_is_named_and_costs_its_own_cell_only(tmp_path):  # F49
+@pytest.mark.parametrize("broken", [b"not a record", b"[" * 100_000, b"[1, 2]", b"\xff\xfe"])
+def test_a_broken_line_in_the_middle_is_named_and_costs_its_own_cell_only(tmp_path, broken):  # F49
     path = tmp_path / "r.jsonl"
     Records(path).append("k1", "ok")
     with open(path, "ab") as file:
-        file.write(b"not a record\n")
+        file.write(broken + b"\n")
         file.write(b'{"schema": 1, "key": "k2", "status": "ok"}\n')
     found = Records(path)
     assert list(found._by_key) == ["k1", "k2"]

@@ -86,13 +86,24 @@ def test_a_folder_of_a_run_that_was_killed_before_its_first_record_can_be_resume
     (out / summary).write_text(json.dumps(begun, default=str), encoding="utf-8")
     (out / run_folder.LOCK).write_text("4194304\n", encoding="utf-8")  # of a process that is gone
     if module is settings:
-        with pytest.raises(InvalidInput, match=r"a run, which ended before its first result; add --resume"):
+        with pytest.raises(InvalidInput, match=r"a run, which has no results; add --resume"):
             settled(module, *words, "--out", "run")
         assert settled(module, "--out", "run", "--resume").variants == first.variants
     else:
         assert settled(module, "--out", "run").variants == first.variants
     with run_folder.opened(out, summary, first.recorded()):  # the lock of the dead is taken over
         pass
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_finished_run_whose_records_were_removed_can_be_resumed(command):  # F49
+    module, summary, words, _ = COMMANDS[command]
+    first, out = settled(module, *words, "--out", "run"), Path("run")
+    folders.make(out)
+    report = {"schema": 1, "finished": "2026-01-02T03:04:05", "settings": first.recorded(), "rows": []}
+    (out / summary).write_text(json.dumps(report, default=str), encoding="utf-8")
+    resume = ["--resume"] if module is settings else []
+    assert settled(module, "--out", "run", *resume).variants == first.variants
 
 
 def test_more_time_is_no_other_run_and_the_first_settings_stay_recorded():

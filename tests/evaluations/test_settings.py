@@ -58,6 +58,14 @@ def test_patterns_and_names_combine_and_the_reference_comes_along():
     assert found == ("dot_product", "linearised_relu", "additive")
 
 
+def test_names_and_lengths_may_be_separated_by_spaces_too():
+    found = settled(
+        "--variants", "additive", "flash,chunked", "--lengths", "64", "32", "--workloads", "sweep"
+    )
+    assert found.variants == ("dot_product", "additive", "flash", "chunked")
+    assert (found.lengths, found.workloads) == ((32, 64), ("sweep",))
+
+
 @pytest.mark.parametrize(
     ("words", "error", "says"),
     [
@@ -221,3 +229,12 @@ def test_targets_do_not_replace_those_of_an_earlier_run(tmp_path):
     (tmp_path / "t" / "targets.md").write_text("", encoding="utf-8")
     with pytest.raises(InvalidInput, match=r"--out: t holds targets\.md, which would be replaced"):
         goals("--out", "t")
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"schema": 1, "settings": null}'])
+def test_a_run_that_does_not_tell_its_choice_is_not_resumed_with_everything(damaged):  # F23
+    a_run("run")
+    Path("run", settings.PROVENANCE).write_text(damaged, encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"does not tell what the run was asked for; give its --variants"):
+        settled("--out", "run", "--resume")
+    assert settled("--out", "run", "--resume", "--variants", "flash", "--lengths", "32").lengths == (32,)

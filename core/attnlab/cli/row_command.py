@@ -48,7 +48,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         cls = load_class(Entry("row", read, row))
     except AttnlabError as problem:
-        raise type(problem)(str(problem).replace(f", from {args.target}:0", "")) from None
+        beside = Path(f"{target.module.replace('.', '/')}.py") if target.module else None
+        hint = (
+            f"; for the file {beside} give {beside}:{target.attribute}" if beside and beside.is_file() else ""
+        )
+        raise type(problem)(str(problem).replace(f", from {args.target}:0", "") + hint) from None
     name = args.name or (cls.name if NAME.fullmatch(cls.name) else _snake(cls.__name__))
     if not NAME.fullmatch(name):
         raise InvalidInput(
@@ -65,6 +69,8 @@ def _target(text: str) -> tuple[Target, Path]:
     path = Path(left)
     inner, folder = text, Path.cwd()
     if left.endswith(".py"):
+        if not path.is_file():
+            raise InvalidInput(f"row: there is no file {quoted(left)}; give path/to/file.py:Class")
         inner, folder = f"{path.name}:{attribute}", Path(os.path.abspath(path)).parent
     try:
         return fields.target(At(Path("row"), "", Scalar(inner, 0, 0))), folder

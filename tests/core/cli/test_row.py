@@ -106,7 +106,7 @@ def test_the_row_of_a_class_of_ones_own_makes_the_variant(run: Run, tmp_path: Pa
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("nope.py:X", "there is no such file"),
+        ("nope.py:X", "there is no file"),
         ("nope:X", "No module named 'nope'"),
         ("nope", "expected package.module:Class or path/to/file.py:Class, got 'nope'"),
         (
@@ -126,3 +126,14 @@ def test_a_name_that_is_none_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE, encoding="utf-8")
     code, _, err = run("row", "own.py:MyOwnAttention", "--name", "My-Own")
     assert (code, "a variant's name is lower-case letters" in err) == (2, True)
+
+
+def test_a_file_that_is_missing_or_is_taken_for_a_module_is_told_as_such(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("row_of_a_file.py").write_text("", encoding="utf-8")
+    code, _, err = run("row", "nowhere.py:C")
+    assert (code, "there is no file 'nowhere.py'" in err, "attnlab.yaml" in err) == (2, True, False)
+    code, _, err = run("row", "row_of_a_file:C")
+    assert (code, "for the file row_of_a_file.py give row_of_a_file.py:C" in err) == (2, True)
