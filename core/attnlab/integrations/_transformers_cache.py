@@ -26,6 +26,11 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.seen = 0
         self.last_position: Tensor | None = None  # of each row, where its model says it
 
+    @property
+    def held(self) -> int:
+        """How many tokens the state has read."""
+        return 0 if self.state is None else self.state.length
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The variant makes the state itself, in its first call."""
         self.device, self.dtype = key_states.device, key_states.dtype
@@ -43,11 +48,11 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The new tokens' keys and values as they are."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held = 0 if self.state is None else self.state.length
-        if held != self.seen:
+        if self.held != self.seen:
             raise AttnlabError(
-                f"StateCache: {self.variant} was handed {self.seen} tokens and its state holds {held}: its model did not call "
-                "the variant; is it installed, and the cache made for this model?"
+                f"StateCache: {self.variant} was handed {self.seen} tokens and its state holds {self.held}: its model did not call "
+                "the variant; is it installed, and the cache made for this model? A model with cross-attention takes "
+                "EncoderDecoderCache(StateCache(model), DynamicCache()), and after an exception in a call the tokens are read again into a new cache"
             )
         self.seen += key_states.shape[2]
         return key_states, value_states
@@ -171,11 +176,20 @@ class StateCache(DynamicCache):
 
 
 def state_layer(arguments: Iterable[object], number: object) -> StateLayer | None:
-    """The layer `number` of the `StateCache` among a layer's arguments, by itself or beside a cache of the other side, or None."""
+    """The layer `number` of the `StateCache` among a layer's arguments, by itself or beside a cache of the other side, or None.
+
+    `AttnlabError` at the first layer where the layers have not all read the same tokens.
+    """
     past = _own_cache(arguments)
     if not isinstance(past, StateCache) or not isinstance(number, int):
         return None
-    return cast(StateLayer, past.layers[number])
+    layers = cast(list[StateLayer], past.layers)
+    if number == 0 and any(layer.held != layers[0].held for layer in layers):
+        raise AttnlabError(
+            f"StateCache: its layers hold {', '.join(str(layer.held) for layer in layers)} tokens, and all go by one length: an exception "
+            "ended a call of the model between two layers; read the tokens again into a new StateCache"
+        )
+    return layers[number]
 
 
 def first_position(arguments: Iterable[object], number: object, new: int) -> Any:

@@ -6,6 +6,7 @@ their masks, hold copies that name ours; every other attention layer, and whatev
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from attnlab.integrations._transformers_masks import ADDITIVE, make_mask
 
 _NAME = "_attn_implementation_internal"
 _OURS = frozenset({_NAME, "attnlab", "attn_implementation"})  # what a copy has of us
+_blocks: dict[str, int] = {}  # the implementations of `chosen` blocks that are open, and the thread of each
 
 
 class Holding(NamedTuple):
@@ -43,6 +45,13 @@ def take(implementation: str) -> None:
     for name in (implementation, implementation + ADDITIVE):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def is_ours(implementation: str | None) -> bool:
+    """Whether `put` made it known."""
+    return (
+        implementation is not None and AttentionMaskInterface._global_mapping.get(implementation) is make_mask
+    )
 
 
 def choose(
@@ -93,6 +102,18 @@ def put_back(held: list[Holding]) -> None:
             holding.module.__dict__[holding.attribute] = holding.original
 
 
+def refuse_within_a_block(subject: str, model: nn.Module, *, of: int | None = None) -> None:
+    """`InvalidInput` where `model` runs a variant for the length of a block, of a thread other than `of`, that is still open."""
+    for config in configs_of(model):
+        name = (config.__dict__.get(_NAME) or "").removesuffix(ADDITIVE)
+        if name in _blocks and _blocks[name] != of:
+            whose = "" if of is None else " in another thread"
+            raise InvalidInput(
+                f"{subject}: {type(model).__name__} runs a variant for the length of a using() block{whose}, which puts back what was "
+                "there before it when it ends; leave the block first"
+            )
+
+
 @contextmanager
 def chosen(
     model: PreTrainedModel,
@@ -104,12 +125,14 @@ def chosen(
     """`function` in `layers` for the length of the block, and what was there put back after it."""
     held: list[Holding] = []
     try:
+        _blocks[implementation] = threading.get_ident()
         put(implementation, function)
         held = choose(model, implementation, list(layers.values()), others)
         yield
     finally:
         put_back(held)
         take(implementation)
+        _blocks.pop(implementation, None)
 
 
 def _named(model: PreTrainedModel, layers: Collection[nn.Module]) -> set[int]:
@@ -133,8 +156,7 @@ def _named(model: PreTrainedModel, layers: Collection[nn.Module]) -> set[int]:
 def _check_masks(model: PreTrainedModel, configs: Collection[Any]) -> None:
     """`InvalidInput` where layers that are left share masks that only their own implementation understands."""
     for name in {config._attn_implementation for config in configs}:
-        ours = AttentionMaskInterface._global_mapping.get(name) is make_mask
-        if not (ours or name in (None, "eager", "sdpa", "paged|eager")):
+        if not (is_ours(name) or name in (None, "eager", "sdpa", "paged|eager")):
             raise InvalidInput(
                 f"{type(model).__name__}: some of its attention is left as it is, and that shares masks of the form that {name!r} "
                 'reads alone; call model.set_attn_implementation("sdpa") first, or swap every layer'

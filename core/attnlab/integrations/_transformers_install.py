@@ -8,23 +8,27 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlab._choice import choice, storable
 from attnlab._module_arguments import placement
 from attnlab.catalogue import create
-from attnlab.errors import AttnlabError, InvalidInput
+from attnlab.errors import InvalidInput
 from attnlab.integrations._snapshot import unless_it_fails
 from attnlab.integrations._transformers_check import check_exact
-from attnlab.integrations._transformers_configs import choose, put, put_back
-from attnlab.integrations._transformers_function import Callee, ModelFunction
+from attnlab.integrations._transformers_configs import (
+    choose,
+    is_ours,
+    put_back,
+    refuse_within_a_block,
+)
 from attnlab.integrations._transformers_installed import (
+    IMPLEMENTATION,
     InstalledAttention,
-    ServedCall,
-    call_under_way,
     forget,
     note,
+    serve_installed,
 )
 from attnlab.integrations._transformers_layers import (
     LayerSizes,
@@ -33,10 +37,6 @@ from attnlab.integrations._transformers_layers import (
     sizes_of_layers,
 )
 
-# What a saved config asks for: the message of a process that knows it not is the way to load it.
-IMPLEMENTATION = (
-    "attnlab_installed, by attnlab: pip install attnlab, then attnlab.integrations.transformers.load(folder)"
-)
 HELD = "_attnlab_configs"  # where a module keeps which of its attributes are copies of configs
 
 Choice = str | Mapping[str, Any]
@@ -72,6 +72,7 @@ def install(
     matches or a forward fails, and `UnsupportedRequest` where the model gives something else on the example; the model is then as
     it was.
     """
+    refuse_within_a_block("install", model)
     wanted = _chosen_by_layer(model, variant, options, layers)
     holding = _holding(model)
     again = [path for path in wanted if path in holding]
@@ -100,6 +101,7 @@ def uninstall(model: PreTrainedModel, layers: str | Sequence[str] | None = None)
 
     With the last one the model holds its own configs again. `InvalidInput` where `layers` matches none that holds one.
     """
+    refuse_within_a_block("uninstall", model)
     holding = _holding(model)
     paths = _matching(holding, layers)
     if layers is not None and not paths:
@@ -200,9 +202,10 @@ def load(folder: Any, model_class: type[PreTrainedModel] | None = None, **argume
 
     # The model is made with its own implementation, as it was before the variants came.
     config = copy.deepcopy(config)
+    implementation = config.attnlab.get("implementation")
     del config.attnlab
     config.__dict__.pop("attn_implementation", None)
-    config._attn_implementation = None
+    config._attn_implementation = implementation
     # from_pretrained makes the model and then reads weights for what it holds: it must hold the variants by then.
     holding: Any = type(original.__name__, (original,), {"__init__": init, "__module__": original.__module__})
     model: PreTrainedModel = holding.from_pretrained(folder, config=config, **arguments)
@@ -249,29 +252,17 @@ def _detach(model: PreTrainedModel, paths: Iterable[str]) -> None:
                 module._forward_hooks_always_called.pop(number, None)
 
 
-def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
-    installed = module._modules.get("attnlab")
-    if isinstance(installed, InstalledAttention):
-        layer_call = call_under_way(module)
-        if layer_call is None:
-            raise AttnlabError(
-                f"{installed.name}: the attention of {type(module).__name__} was called outside a call of the layer itself, whose "
-                "hooks say what its gates, state and positions are; call the layer, and checkpoint whole layers"
-            )
-        return ServedCall(installed, layer_call)
-    raise AttnlabError(
-        f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "
-        "attnlab.integrations.transformers.load(folder), or install(model, ...) again"
-    )
-
-
 def _choose(model: PreTrainedModel, stored: Mapping[str, Mapping[str, Any]]) -> None:
     """Let the layers that hold a variant call it, and the config of `model` name it in files. stored: facts of those layers, by path."""
-    layers = {path: model.get_submodule(path) for path in attention_layers(model) if path in stored}
-    put(IMPLEMENTATION, ModelFunction(_serve))
+    every = attention_layers(model)
+    layers = {path: module for path, module in every.items() if path in stored}
+    around = model.config._attn_implementation  # what the other layers run
+    serve_installed()
     for one in choose(model, IMPLEMENTATION, list(layers.values()), others_than(model, layers)):
         one.module.__dict__.setdefault(HELD, []).append(one)
     model.config.attnlab = {"layers": {path: dict(stored[path]) for path in layers}}
+    if len(layers) < len(every) and is_ours(around):
+        model.config.attnlab["implementation"] = around
     model.config.attn_implementation = IMPLEMENTATION
 
 

@@ -11,15 +11,21 @@ from torch import Tensor, nn
 from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.engines import unit_length
-from attnlab.errors import UnsupportedRequest
+from attnlab.errors import AttnlabError, UnsupportedRequest
 from attnlab.integrations._facts_of_calls import FactsOfCalls
 from attnlab.integrations._transformers_cache import StateLayer, first_position, state_layer
-from attnlab.integrations._transformers_function import check_positions
+from attnlab.integrations._transformers_configs import put
+from attnlab.integrations._transformers_function import Callee, ModelFunction, check_positions
 from attnlab.integrations._transformers_layers import cross_source, queries_of, source_of
 from attnlab.integrations._transformers_packing import is_packed, refuse_steps_back
 from attnlab.interface import Attention
 from attnlab.mask import AttentionMask
 from attnlab.modules import GateProjections
+
+# What a saved config asks for: the message of a process that knows it not is the way to load it.
+IMPLEMENTATION = (
+    "attnlab_installed, by attnlab: pip install attnlab, then attnlab.integrations.transformers.load(folder)"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class InstalledAttention(nn.Module):
         super().__init__()
         self.attention = attention
         self.gate_projections = GateProjections(attention, width)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        serve_installed()  # a pickle may come into a process that has installed nothing
 
     @property
     def name(self) -> str:
@@ -150,3 +160,24 @@ def call_under_way(module: nn.Module) -> LayerCall | None:
     """The facts of the call of the layer `module` that this thread is in; None where it is in none."""
     facts: LayerCall | None = _calls.of(module)
     return facts
+
+
+def _serve(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Callee:
+    installed = module._modules.get("attnlab")
+    if isinstance(installed, InstalledAttention):
+        layer_call = call_under_way(module)
+        if layer_call is None:
+            raise AttnlabError(
+                f"{installed.name}: the attention of {type(module).__name__} was called outside a call of the layer itself, whose "
+                "hooks say what its gates, state and positions are; call the layer, and checkpoint whole layers"
+            )
+        return ServedCall(installed, layer_call)
+    raise AttnlabError(
+        f"{type(module).__name__}: its config names a variant of attnlab and the model was made without it; load it with "
+        "attnlab.integrations.transformers.load(folder), or install(model, ...) again"
+    )
+
+
+def serve_installed() -> None:
+    """Make known to transformers what layers with an installed variant call."""
+    put(IMPLEMENTATION, ModelFunction(_serve))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attnlab._choice import choice, in_words
 from attnlab.errors import AttnlabError, InvalidInput
-from attnlab.integrations._transformers_configs import chosen
+from attnlab.integrations._transformers_configs import chosen, refuse_within_a_block
 from attnlab.integrations._transformers_function import Callee, ModelFunction, Source
 from attnlab.integrations._transformers_layers import attention_layers, deaf_layers
 from attnlab.integrations._transformers_names import by_name
@@ -63,15 +65,17 @@ def _around(path: str, layers: Sequence[str]) -> str:
 
 
 @contextmanager
-def using(model: PreTrainedModel, variant: str | Mapping[Any, Attention]) -> Iterator[Swap]:
+def using(model: PreTrainedModel, variant: str | Mapping[Any, Any]) -> Iterator[Swap]:
     """Run `model` with `variant` in every attention layer, and put back what was there.
 
-    `variant` is a registered name, or a mapping from each layer's path or `layer_idx` to its own `Attention`, which
-    learned variants need. Leaving the block without an error verifies that each layer called it.
+    `variant` is a registered name, a config such as `{"name": "sliding_window", "left": 255}`, or a mapping from each layer's path or
+    `layer_idx` to its own `Attention`, which learned variants need. Blocks may nest within one thread. Leaving the block without an error verifies that each layer called it.
     Pooling heads that never ask for an implementation keep their own attention and are named in `Swap.left`. Raises `InvalidInput`
-    for a mapping that does not fit the layers and for a model other parts of whose attention never ask, `AttnlabError` from
+    for a mapping that does not fit the layers, for a model other parts of whose attention never ask and for one that is within such a
+    block of another thread, `AttnlabError` from
     `Swap.verify`.
     """
+    refuse_within_a_block("using", model, of=threading.get_ident())
     layers = attention_layers(model)
     left = [path for path in deaf_layers(model) if _is_in_a_pooling_head(model, path)]
     deaf = [path for path in deaf_layers(model) if path not in left]
@@ -81,8 +85,9 @@ def using(model: PreTrainedModel, variant: str | Mapping[Any, Attention]) -> Ite
             "for no implementation there; attnlab.replace may know it"
         )
     source: Source
-    if isinstance(variant, str):
-        title, source = variant, by_name(variant)
+    if isinstance(variant, str) or "name" in variant:
+        found = choice("using", variant, {})
+        title, source = in_words(found), by_name(found.pop("name"), found)
     else:
         title = ", ".join(sorted({instance.name for instance in variant.values()}))
         source = _by_layer(layers, variant)

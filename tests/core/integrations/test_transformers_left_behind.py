@@ -277,7 +277,7 @@ def test_a_refused_operation_leaves_nothing_F33(build, refusal, state_of):
 
 
 @pytest.mark.parametrize(
-    "where", ["sizes_of_layers", "check_exact", "_made", "_attach", "choose", "put", "put_back"]
+    "where", ["sizes_of_layers", "check_exact", "_made", "_attach", "choose", "serve_installed", "put_back"]
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("former", [None, "gated_delta"])
