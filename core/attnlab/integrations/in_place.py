@@ -136,7 +136,8 @@ def replace(
 def restore(model: nn.Module) -> Replacement:
     """Put the attention back that `replace` took out of `model`, with the weights as they are now; the report says where.
 
-    What the variants themselves had learned goes, and is named in the report. A model without variants is left alone. Raises
+    Variants that `install` put into layers of a Hugging Face model are taken out as well. What the variants themselves learned goes,
+    and is named in the report. A model without variants is left alone. Raises
     `InvalidInput`, and changes nothing, where a parameter of a swapped module was taken out of it since, by `parametrize` or pruning.
     """
     swapped = [
