@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from attnlab.call import Call
 
 SIDE = 32
-# Scores of the blocks that are worked on together. One thread works best in its second-level cache: 2^20 float32 are 4 MiB. Several
-# meet after each product and softmax, and where the machine is busy a meeting takes longer than the work: 16 MiB, fewer meetings.
+# Scores of the blocks that are worked on together: 2^20 float32 are 4 MiB. Larger groups leave the caches, which doubles the time on a
+# quiet machine; smaller ones make threads wait for each other after each product, which does so on a busy one.
 GROUP_ELEMENTS = 1 << 20
-GROUP_ELEMENTS_OF_THREADS = 1 << 22
 GROUP_ELEMENTS_ON_GPU = 1 << 25
 # Below this many pairs of a head, and where the band is most of the matrix, torch's function with a mask is quicker.
 WORTHWHILE_PAIRS = 1 << 18
@@ -189,8 +188,7 @@ class _Blocks:
 
     def _cuts(self, device: torch.device) -> list[tuple[int, int]]:
         """Blocks `[first, last)` that are worked on together; those that read past the keys' ends are apart from the others."""
-        on_cpu = GROUP_ELEMENTS if torch.get_num_threads() == 1 else GROUP_ELEMENTS_OF_THREADS
-        budget = on_cpu if device.type == "cpu" else GROUP_ELEMENTS_ON_GPU
+        budget = GROUP_ELEMENTS if device.type == "cpu" else GROUP_ELEMENTS_ON_GPU
         several = max(1, budget // (self.groups * self.side * (self.width + self.band.sink_tokens)))
         begins = max(0, -(-self.pads[0] // self.side))  # blocks that begin before the first key
         ends = max(
