@@ -167,6 +167,7 @@ class StateCache(DynamicCache):
             for layer in cast(list[StateLayer], self.layers):
                 done.append((layer, layer.cropped(tokens_to_remove)))
         except BaseException:
+            # Whatever ends it, an interrupt too: no layer is cropped, and the error passes on.
             for layer, _ in done:
                 if layer.state is not None:
                     layer.state.spent = False
