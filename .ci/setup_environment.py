@@ -34,15 +34,7 @@ NEED_CPU, NEED_CUDA = 3 * 10**9, 8 * 10**9
 TEMPORARY_CPU, TEMPORARY_CUDA = 5 * 10**8, 3 * 10**9
 DOWNLOAD = {"cpu": "at most 0.6 GB to download", "cuda": "about 4 GB to download, with torch's CUDA stack"}
 # What a user's shell may carry that would send pip or Python elsewhere.
-FOREIGN = (
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "PIP_USER",
-    "PIP_TARGET",
-    "PIP_PREFIX",
-    "PIP_ROOT",
-    "PIP_REQUIRE_VIRTUALENV",
-)
+FOREIGN = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_REQUIRE_VIRTUALENV")
 
 
 class SetupFailed(Exception):
@@ -80,9 +72,7 @@ def torch_in(report: str) -> str | None:
 def torch_to_come(python: Path, constraints: str) -> str | None:
     """Which torch pip would take here, as `torch_in` says. Where pip cannot tell: the large one on Linux."""
     ask = [str(python), "-m", "pip", "install", "--dry-run", "-qq", "--no-user", "--report", "-"]
-    done = subprocess.run(
-        [*ask, "-c", constraints, "torch"], capture_output=True, text=True, env=clean_environment()
-    )
+    done = subprocess.run([*ask, "-c", constraints, "torch"], capture_output=True, text=True, env=clean_environment())
     try:
         return torch_in(done.stdout)
     except (ValueError, KeyError):
@@ -136,9 +126,7 @@ def set_up(environment: Environment) -> None:
     stamp, unfinished = venv / "attnlab.stamp", venv / "attnlab.unfinished"
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         fits = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-        raise SetupFailed(
-            f"{sys.executable}: Python {sys.version.split()[0]} does not fit; attnlab needs {fits}"
-        )
+        raise SetupFailed(f"{sys.executable}: Python {sys.version.split()[0]} does not fit; attnlab needs {fits}")
     stamp.unlink(missing_ok=True)
     if not works(python_of(venv)):
         check_disk(venv, "cpu")

@@ -35,9 +35,7 @@ def module_name(path: Path, package: str) -> str:
 
 def modules(package: str) -> dict[str, ast.Module]:
     files = sorted((ROOT / ROOTS[package] / package).rglob("*.py"))
-    return {
-        module_name(path, package): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in files
-    }
+    return {module_name(path, package): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in files}
 
 
 def imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[tuple[str, str | None, int]]:
@@ -92,9 +90,7 @@ def exported(module: str) -> set[str]:
 
 def test_the_core_imports_neither_plugins_nor_evaluations() -> None:
     wrong = [
-        i
-        for i in all_imports("attnlab")
-        if within(i[1], "attnlab_plugins") or within(i[1], "attnlab_evaluations")
+        i for i in all_imports("attnlab") if within(i[1], "attnlab_plugins") or within(i[1], "attnlab_evaluations")
     ]
     assert not wrong
 
@@ -157,17 +153,7 @@ def test_nothing_of_one_system_only_is_used_at_import(package: str) -> None:
 
 @pytest.mark.parametrize("package", sorted(ROOTS))
 def test_nothing_sends_anything_anywhere(package: str) -> None:
-    network = {
-        "socket",
-        "urllib.request",
-        "http.client",
-        "requests",
-        "httpx",
-        "ssl",
-        "smtplib",
-        "ftplib",
-        "asyncio",
-    }
+    network = {"socket", "urllib.request", "http.client", "requests", "httpx", "ssl", "smtplib", "ftplib", "asyncio"}
     wrong = [i for i in all_imports(package) if any(within(i[1], name) for name in network)]
     assert not wrong, "no telemetry, no downloads"
 
@@ -208,9 +194,7 @@ def test_no_torch_and_no_variant_is_imported_by(code: str) -> None:
     assert fresh(f"{code}\n{IMPORTED}").splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(
-    "command", [["list"], ["info", "dot_product"], ["check", "--help"], ["trust", "--help"]]
-)
+@pytest.mark.parametrize("command", [["list"], ["info", "dot_product"], ["check", "--help"], ["trust", "--help"]])
 def test_core_commands_load_no_hooks(command: list[str]) -> None:
     seen = "[name for name in ('pluggy', 'attnlab_evaluations') if name in sys.modules]"
     code = f"import attnlab.cli, sys; attnlab.cli.main({command}); print({seen})"

@@ -92,9 +92,7 @@ def test_the_interface_version_is_one() -> None:
 
 @no_torch
 def test_the_version_is_that_of_the_package() -> None:
-    stated = re.search(
-        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    stated = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert stated is not None
     assert stated[1] == attnlab.__version__
 
@@ -121,11 +119,7 @@ SAME = (
     "causal offset window key_lengths query_lengths key_mask segments mask mask_mod bias scale softcap score_mod "
     "sinks gates dropout_p need_weights need_lse state"
 )
-SIGNATURES = {
-    "names": "",
-    "info": "name",
-    "create": "name num_heads head_dim num_kv_heads key_dim value_dim options",
-}
+SIGNATURES = {"names": "", "info": "name", "create": "name num_heads head_dim num_kv_heads key_dim value_dim options"}
 
 
 def parameters(function: object) -> list[str]:

@@ -28,9 +28,7 @@ LONGER = {  # with the reason of each
     ),
 }
 SOURCES = sorted(
-    path
-    for folder in ("core", "plugins", "evaluations", "tests", ".ci")
-    for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("core", "plugins", "evaluations", "tests", ".ci") for path in (ROOT / folder).rglob("*.py")
 )
 SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("core", "plugins", "evaluations")]
 
@@ -48,10 +46,7 @@ def test_a_function_fits_a_screen() -> None:
     for path in SHIPPED:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines, name = (
-                    node.end_lineno - node.lineno + 1,
-                    f"{path.relative_to(ROOT).as_posix()}:{node.name}",
-                )
+                lines, name = (node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT).as_posix()}:{node.name}")
                 if lines > LONGEST:
                     too_long[name] = lines
     assert {name: lines for name, lines in too_long.items() if name not in LONGER} == {}, (
@@ -76,9 +71,7 @@ OPEN_TO_STRANGERS = [
     for path in SHIPPED
     if path.relative_to(ROOT / path.relative_to(ROOT).parts[0])
     .as_posix()
-    .startswith(
-        ("attnlab/registry/", "attnlab/cli/", "attnlab/hooks", "attnlab/_files", "attnlab/_entry_points")
-    )
+    .startswith(("attnlab/registry/", "attnlab/cli/", "attnlab/hooks", "attnlab/_files", "attnlab/_entry_points"))
 ]
 
 

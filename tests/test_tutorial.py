@@ -30,12 +30,9 @@ class Step(NamedTuple):
 
 
 STEPS = [
-    Step(found["language"], found["body"], TEXT.count("\n", 0, found.start()) + 1)
-    for found in BLOCK.finditer(TEXT)
+    Step(found["language"], found["body"], TEXT.count("\n", 0, found.start()) + 1) for found in BLOCK.finditer(TEXT)
 ]
-COMMANDS = [
-    (line, step.line) for step in STEPS if step.language == "sh" for line in step.body.splitlines() if line
-]
+COMMANDS = [(line, step.line) for step in STEPS if step.language == "sh" for line in step.body.splitlines() if line]
 
 
 def is_installing(command: str) -> bool:
@@ -78,11 +75,7 @@ class Reader:
         if program == "cd":
             self.folder /= words[0]
             return ""
-        start = {
-            "attnlab": ["-m", "attnlab"],
-            "pytest": ["-m", "pytest", "-p", "no:cacheprovider"],
-            "python": [],
-        }
+        start = {"attnlab": ["-m", "attnlab"], "pytest": ["-m", "pytest", "-p", "no:cacheprovider"], "python": []}
         path = os.pathsep.join(str(ROOT / folder) for folder in ("core", "plugins", "evaluations"))
         done = subprocess.run(
             [sys.executable, *start[program], *words],
@@ -117,9 +110,7 @@ class Reader:
             before += line[1:] if line[0] in "- " else ""
             after += line[1:] if line[0] in "+ " else ""
         text = path.read_text(encoding="utf-8")
-        assert text.count(before) == 1, (
-            f"{TUTORIAL.name}:{step.line}: {path.name} has no one place like\n{before}"
-        )
+        assert text.count(before) == 1, f"{TUTORIAL.name}:{step.line}: {path.name} has no one place like\n{before}"
         path.write_text(text.replace(before, after), encoding="utf-8")
 
     def _file(self, step: Step) -> str:

@@ -21,20 +21,20 @@ _HOMES = {
     "LinearState": "attnlab.state",
     "CacheState": "attnlab.state",
     "ProjectedState": "attnlab.state",
-    "WindowState": "attnlab.window_state",
+    "WindowState": "attnlab.state",
     "Attention": "attnlab.interface",
-    "AttentionMask": "attnlab.mask",
+    "AttentionMask": "attnlab.visibility",
     "AttentionOutput": "attnlab.call",
     "AttnlabError": "attnlab.errors",
     "Call": "attnlab.call",
     "Capabilities": "attnlab.capabilities",
     "FeatureMapAttention": "attnlab.families.feature_map",
-    "GateProjections": "attnlab.modules",
+    "GateProjections": "attnlab.layers.multi_head",
     "GateSpec": "attnlab.capabilities",
     "GoldenCase": "attnlab.formulas",
     "InvalidInput": "attnlab.errors",
     "KnownFailure": "attnlab.capabilities",
-    "MultiHeadAttention": "attnlab.modules",
+    "MultiHeadAttention": "attnlab.layers.multi_head",
     "PluginError": "attnlab.errors",
     "PrecomputedKeys": "attnlab.families.score",
     "Reason": "attnlab.capabilities",
@@ -130,13 +130,11 @@ if TYPE_CHECKING:
     from attnlab.integrations.capture import capture
     from attnlab.integrations.in_place import replace, restore
     from attnlab.interface import Attention
-    from attnlab.mask import AttentionMask
-    from attnlab.modules import GateProjections, MultiHeadAttention
+    from attnlab.layers.multi_head import GateProjections, MultiHeadAttention
     from attnlab.registry import Registry
     from attnlab.request import Request
-    from attnlab.state import CacheState, LinearState, ProjectedState, RecurrentState, State
-    from attnlab.visibility import Visibility
-    from attnlab.window_state import WindowState
+    from attnlab.state import CacheState, LinearState, ProjectedState, RecurrentState, State, WindowState
+    from attnlab.visibility import AttentionMask, Visibility
 
 
 def __getattr__(name: str) -> Any:

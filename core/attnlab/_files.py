@@ -122,9 +122,7 @@ def _made(path: Path) -> bool:
 def _wait(until: float, lock: Path) -> None:
     if time.monotonic() > until:
         raise TimeoutError(
-            errno.ETIMEDOUT,
-            f"another process holds the lock {lock}; end it, or remove the file if there is none",
-            lock,
+            errno.ETIMEDOUT, f"another process holds the lock {lock}; end it, or remove the file if there is none", lock
         )
     time.sleep(0.02)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from attnlab._visibility_parts import moved_back, without_columns
 from attnlab.state import State
-from attnlab.visibility import Forgotten, Visibility
+from attnlab.visibility.parts import moved_back, without_columns
+from attnlab.visibility.resolved import Forgotten, Visibility
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -68,17 +68,10 @@ class Call:
     ) -> None:
         self.visibility, self.scale, self.bias, self.softcap = visibility, scale, bias, softcap
         self.score_mod, self.sinks, self.gates, self.dropout_p = score_mod, sinks, gates, dropout_p
-        self.need_weights, self.need_lse, self.state, self.recording = (
-            need_weights,
-            need_lse,
-            state,
-            recording,
-        )
+        self.need_weights, self.need_lse, self.state, self.recording = (need_weights, need_lse, state, recording)
         self.forgotten = forgotten
 
-    def within(
-        self, query: Tensor, key: Tensor, *, left: int | None, right: int | None, sink_tokens: int = 0
-    ) -> Call:
+    def within(self, query: Tensor, key: Tensor, *, left: int | None, right: int | None, sink_tokens: int = 0) -> Call:
         """This call with a window beside its own rules, for variants that have one: bounds count as in `window=`.
 
         The first `sink_tokens` positions are exempt from `left`. query and key are those that `attend` was handed.

@@ -62,9 +62,7 @@ PROPERTIES: Mapping[str, str] = MappingProxyType(
 BIT: Mapping[str, int] = MappingProxyType(
     {
         name: 1 << i
-        for i, name in enumerate(
-            (*ASKABLE, *(f"dtype {d}" for d in DTYPES), *(f"device {d}" for d in DEVICES))
-        )
+        for i, name in enumerate((*ASKABLE, *(f"dtype {d}" for d in DTYPES), *(f"device {d}" for d in DEVICES)))
     }
 )
 

@@ -35,7 +35,7 @@ def use_registry(registry: Registry | None) -> None:
 
 def forget_instances() -> None:
     """Drop what was made and judged by name: the names may mean something else now."""
-    remembered = sys.modules.get("attnlab._remembered")
+    remembered = sys.modules.get("attnlab.gate.cache")
     if remembered is not None:
         remembered.forget()
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.fx import Proxy
 
-from attnlab._gate import run_while_tracing, shape_of
 from attnlab._quoting import quoted
-from attnlab._remembered import Remembered, Shortcuts
 from attnlab._symbolic import call_node
 from attnlab.call import AttentionOutput, call_signature
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
+from attnlab.gate.cache import Remembered, Shortcuts
+from attnlab.gate.refusals import run_while_tracing, shape_of
 from attnlab.interface import ARGUMENTS, Attention
 from attnlab.registry.making import parameters_of
 
@@ -44,21 +44,15 @@ def attend(
         made = _new(variant, *sizes) if made is None else made
     if not arguments.keys() <= ARGUMENTS:
         unknown = next(name for name in arguments if name not in ARGUMENTS)
-        raise InvalidInput(
-            f"{variant}: no argument is called {unknown!r}; {_hint(made, variant, arguments, unknown)}"
-        )
+        raise InvalidInput(f"{variant}: no argument is called {unknown!r}; {_hint(made, variant, arguments, unknown)}")
     return made.forward(query, key, value, **arguments)
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, variant: str = "dot_product", **arguments: Any
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, variant: str = "dot_product", **arguments: Any) -> Tensor:
     """The output tensor `[B, Hq, Lq, Dv]` of `attend`."""
     if (not arguments or (len(arguments) == 1 and arguments.get("causal") is True)) and not is_compiling():
         # The shortcut of small inputs: what was judged once is not judged again. About 3 us in all.
-        call = (
-            call_signature(variant, query, key, value, bool(arguments)) if isinstance(variant, str) else None
-        )
+        call = call_signature(variant, query, key, value, bool(arguments)) if isinstance(variant, str) else None
         served = _shortcuts.held.get(call)
         if served is not None and not _any_autocast():
             out: Tensor = served(query, key, value)
@@ -68,18 +62,14 @@ def attention(
         made = (
             None
             if call is None
-            else _instances.get(
-                (variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3])
-            )
+            else _instances.get((variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3]))
         )
         if made is not None:
             _shortcuts.learn(call, made, query, key, value, bool(arguments), since=since)
         return out
     for word in ("need_weights", "need_lse", "state"):
         if arguments.get(word):
-            raise InvalidInput(
-                f"attention: returns the output alone, so {word} has no use; call attnlab.attend"
-            )
+            raise InvalidInput(f"attention: returns the output alone, so {word} has no use; call attnlab.attend")
     return attend(query, key, value, variant, **arguments).out
 
 
@@ -114,14 +104,10 @@ def _sizes(query: Any, key: Any, value: Any, variant: str) -> tuple[int, int, in
     for word, t in (("query", query), ("key", key), ("value", value)):
         nested = isinstance(t, Tensor) and t.is_nested
         if not isinstance(t, Tensor) or nested or t.dim() != 4:
-            got = (
-                "a nested tensor" if nested else list(t.shape) if isinstance(t, Tensor) else type(t).__name__
-            )
+            got = "a nested tensor" if nested else list(t.shape) if isinstance(t, Tensor) else type(t).__name__
             hint = "; add a batch axis with unsqueeze(0)" if isinstance(t, Tensor) and t.dim() == 3 else ""
             hint = "; pad it with to_padded_tensor(0.0) and give key_lengths=" if nested else hint
-            raise InvalidInput(
-                f"{variant}: {word} must be a tensor with four axes [B, H, L, D], got {got}{hint}"
-            )
+            raise InvalidInput(f"{variant}: {word} must be a tensor with four axes [B, H, L, D], got {got}{hint}")
     shapes = (query.shape, key.shape, value.shape) if is_compiling() else map(shape_of, (query, key, value))
     (_, hq, _, dq), (_, hkv, _, dk), (_, _, _, dv) = shapes
     sizes = hq, hkv, dq, dk, dv
@@ -151,12 +137,7 @@ def _new(variant: str, *sizes: int) -> Attention:
     """The variant of these sizes, now among the instances."""
     since = _made.generation
     made = create(
-        variant,
-        num_heads=sizes[0],
-        num_kv_heads=sizes[1],
-        head_dim=sizes[2],
-        key_dim=sizes[3],
-        value_dim=sizes[4],
+        variant, num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2], key_dim=sizes[3], value_dim=sizes[4]
     )
     if not made.parameter_free:
         raise InvalidInput(

@@ -196,9 +196,7 @@ def _built_in(points: list[Announcement]) -> list[tuple[str, str, Callable[[], A
     except Exception:  # a foreign import hook may raise anything
         here = False
     announced = any(p.value == module for p in points)
-    return (
-        [(name, owner, functools.partial(importlib.import_module, module))] if here and not announced else []
-    )
+    return [(name, owner, functools.partial(importlib.import_module, module))] if here and not announced else []
 
 
 def _require_api_version(plugin: Any) -> None:
@@ -218,11 +216,7 @@ def _item_fault(hook: str, item: Any, plugin: str, taken: dict[str, str]) -> str
     if hook == "attnlab_commands":
         if not isinstance(item, Command):
             return f"{hook} must return Command objects, got {type(item).__name__}"
-        if (
-            not isinstance(item.name, str)
-            or not _COMMAND.fullmatch(item.name)
-            or not isinstance(item.help, str)
-        ):
+        if not isinstance(item.name, str) or not _COMMAND.fullmatch(item.name) or not isinstance(item.help, str):
             return f"{hook}: a command's name is a word of letters, digits, - and _, and its help is text; got {quoted(item)}"
     name = getattr(item, "name", None)
     if isinstance(name, str):

@@ -16,10 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnlab._absent import close_gates, empty_output, without_absent, without_absent_queries
-from attnlab._arguments import check_extras, check_flags, check_offset, explain_shapes
-from attnlab._derived import pass_on
-from attnlab._gate import (
+from attnlab._quoting import quoted
+from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
+from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
+from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult
+from attnlab.gate.arguments import check_extras, check_flags, check_offset, explain_shapes
+from attnlab.gate.fast_path import PlainCalls
+from attnlab.gate.padding import close_gates, empty_output, without_absent, without_absent_queries
+from attnlab.gate.refusals import (
     BITS,
     DTYPE_BITS,
     UNKNOWN,
@@ -32,16 +36,11 @@ from attnlab._gate import (
     require_sizes,
     stated,
 )
-from attnlab._plain_calls import PlainCalls
-from attnlab._quoting import quoted
-from attnlab._visibility_of_call import visibility_of_call
-from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
-from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
-from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult
-from attnlab.mask import AttentionMask, MaskMod, Offset
+from attnlab.gate.visibility import visibility_of_call
 from attnlab.request import Request
 from attnlab.state import State
-from attnlab.visibility import Visibility
+from attnlab.state.origin import pass_on
+from attnlab.visibility import AttentionMask, MaskMod, Offset, Visibility
 
 
 class Attention(PlainCalls):
@@ -164,9 +163,7 @@ class Attention(PlainCalls):
 
     def default_scale(self) -> float | None:
         """The formula's own scale, `Dk^-0.5` unless the formula says otherwise; None where a normaliser cancels it."""
-        return 1.0 / math.sqrt(
-            self.key_dim
-        )  # the bits of torch's own default; Dk ** -0.5 may differ in the last
+        return 1.0 / math.sqrt(self.key_dim)  # the bits of torch's own default; Dk ** -0.5 may differ in the last
 
     def query_factor(self, scale: float) -> float | None:
         """What a host's query is multiplied by where its scores are `scale * q k^T` and the formula has no scale; None says that
@@ -307,9 +304,7 @@ class Attention(PlainCalls):
                     return AttentionOutput(self.masked_function(query, key, value, mask))  # type: ignore[arg-type]
                 if state is None:
                     return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
-                if getattr(state, "_judged", None) == signature and (
-                    step := self.plain_step(query, key, value, state)
-                ):
+                if getattr(state, "_judged", None) == signature and (step := self.plain_step(query, key, value, state)):
                     state.spent = True
                     return step
         bare = bare and state is None
@@ -337,13 +332,7 @@ class Attention(PlainCalls):
         if not fits or (torch._C._is_any_autocast_enabled() and autocast_on(device)):
             query, key, value = explain_shapes(self, query, key, value)
             batch, heads, lq, dq = query.shape
-            lk, kv_heads, dv, dtype, device = (
-                key.shape[2],
-                key.shape[1],
-                value.shape[3],
-                query.dtype,
-                query.device,
-            )
+            lk, kv_heads, dv, dtype, device = (key.shape[2], key.shape[1], value.shape[3], query.dtype, query.device)
 
         # What is asked, as bits.
         bits = DTYPE_BITS.get(dtype, UNKNOWN) | device_bit(device)
@@ -452,9 +441,7 @@ class Attention(PlainCalls):
         return result
 
 
-ARGUMENTS = frozenset(
-    n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY
-)
+ARGUMENTS = frozenset(n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
 """The keyword arguments of `Attention.forward`."""
 
 

@@ -62,16 +62,8 @@ class Request:
         dk = head_dim if key_dim is None else key_dim
         dv = dk if value_dim is None else value_dim
         asked = set(features)
-        asked |= {
-            n
-            for n, on in (("gqa", kv != num_heads), ("cross_lengths", lk != query_length and not past))
-            if on
-        }
-        asked |= {
-            n
-            for n, on in (("value_dim", dv != dk), ("query_dim", head_dim != dk), ("state", bool(past)))
-            if on
-        }
+        asked |= {n for n, on in (("gqa", kv != num_heads), ("cross_lengths", lk != query_length and not past)) if on}
+        asked |= {n for n, on in (("value_dim", dv != dk), ("query_dim", head_dim != dk), ("state", bool(past))) if on}
         bits = BIT[f"dtype {dtype}"] | BIT[f"device {device}"]
         for name in asked:
             bits |= BIT[name]

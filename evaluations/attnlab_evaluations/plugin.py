@@ -11,11 +11,12 @@ from typing import Any
 
 from attnlab import hookimpl
 from attnlab.hooks import Command, plugin_manager
-from attnlab_evaluations import gpu_settings, settings, workloads
-from attnlab_evaluations.capacity import settings as capacity_settings
-from attnlab_evaluations.dates import settings as dates_settings
-from attnlab_evaluations.models import settings as models_settings
-from attnlab_evaluations.pretrained import settings as pretrained_settings
+from attnlab_evaluations.tasks.capacity import settings as capacity_settings
+from attnlab_evaluations.tasks.compare import settings, workloads
+from attnlab_evaluations.tasks.dates import settings as dates_settings
+from attnlab_evaluations.tasks.gpu import settings as gpu_settings
+from attnlab_evaluations.tasks.minilm import settings as pretrained_settings
+from attnlab_evaluations.tasks.models import settings as models_settings
 
 
 @hookimpl
@@ -68,12 +69,12 @@ def attnlab_workloads() -> list[Any]:
 def _run(args: Namespace) -> int:
     if args.targets:
         goals = settings.settle_targets(args)
-        from attnlab_evaluations.targets import run_targets
+        from attnlab_evaluations.tasks.targets.run import run_targets
 
         return run_targets(goals)
     offered = {w.name: w for w in plugin_manager().gather("attnlab_workloads")}
     chosen = settings.settle(args, list(offered))
-    from attnlab_evaluations.compare import run_compare
+    from attnlab_evaluations.tasks.compare.run import run_compare
 
     metrics = plugin_manager().gather("attnlab_metrics")
     return run_compare(chosen, [offered[name] for name in chosen.workloads], metrics)
@@ -82,34 +83,34 @@ def _run(args: Namespace) -> int:
 def _run_gpu_check(args: Namespace) -> int:
     began = time.monotonic()  # the import of torch counts
     chosen = gpu_settings.settle(args)
-    from attnlab_evaluations.gpu_check import run_gpu_check
+    from attnlab_evaluations.tasks.gpu.run import run_gpu_check
 
     return run_gpu_check(chosen, began=began)
 
 
 def _run_dates(args: Namespace) -> int:
     chosen = dates_settings.settle(args)
-    from attnlab_evaluations.dates.run import run_dates
+    from attnlab_evaluations.tasks.dates.run import run_dates
 
     return run_dates(chosen)
 
 
 def _run_capacity(args: Namespace) -> int:
     chosen = capacity_settings.settle(args)
-    from attnlab_evaluations.capacity.run import run_capacity
+    from attnlab_evaluations.tasks.capacity.run import run_capacity
 
     return run_capacity(chosen)
 
 
 def _run_models(args: Namespace) -> int:
     chosen = models_settings.settle(args)
-    from attnlab_evaluations.models.run import run_models
+    from attnlab_evaluations.tasks.models.run import run_models
 
     return run_models(chosen)
 
 
 def _run_minilm(args: Namespace) -> int:
     chosen = pretrained_settings.settle(args)
-    from attnlab_evaluations.pretrained.run import run_minilm
+    from attnlab_evaluations.tasks.minilm.run import run_minilm
 
     return run_minilm(chosen)

@@ -48,11 +48,7 @@ class AdditiveAttention(ScoreAttention):
         weight_norm: bool = False,
     ) -> None:
         super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
+            num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         hidden = head_dim if hidden_size is None else hidden_size
         if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:

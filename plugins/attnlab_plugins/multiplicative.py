@@ -7,16 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from attnlab import (
-    AttentionOutput,
-    Call,
-    InvalidInput,
-    ProjectedState,
-    Reason,
-    Request,
-    ScoreAttention,
-    Visibility,
-)
+from attnlab import AttentionOutput, Call, InvalidInput, ProjectedState, Reason, Request, ScoreAttention, Visibility
 from attnlab.engines import (
     accumulation_dtype,
     additive_projection,
@@ -83,19 +74,13 @@ class MultiplicativeAttention(ScoreAttention):
     ) -> None:
         for word, one, known in (("score", score, SCORES), ("local", local, LOCAL)):
             if one not in known:
-                raise InvalidInput(
-                    f"multiplicative: {word} must be one of {', '.join(map(str, known))}, got {one!r}"
-                )
+                raise InvalidInput(f"multiplicative: {word} must be one of {', '.join(map(str, known))}, got {one!r}")
         sizes = {"hidden_size": hidden_size, "max_length": max_length, "half_width": half_width}
         for word, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise InvalidInput(f"multiplicative: {word} must be an int of 1 or more, got {size!r}")
         super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
+            num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         hidden = head_dim if hidden_size is None else hidden_size
         self.score, self.local, self.half_width = score, local, half_width
@@ -113,9 +98,7 @@ class MultiplicativeAttention(ScoreAttention):
         if self.inner_product and not self.hides:
             self.narrow(double_backward="torch's fused kernels have no second derivatives")
         if score == "dot":
-            self.narrow(
-                query_dim="the dot score is q^T k, which needs one width; general and concat take two"
-            )
+            self.narrow(query_dim="the dot score is q^T k, which needs one width; general and concat take two")
         elif score == "general":
             self.W_a = nn.Parameter(torch.empty(num_heads, self.head_dim, self.key_dim))
         elif score == "concat":
@@ -221,9 +204,7 @@ class MultiplicativeAttention(ScoreAttention):
 
 
 @in_own_precision
-def _centre(
-    query: Tensor, w_p: Tensor, v_p: Tensor, key_length: int, visibility: Visibility | None
-) -> Tensor:
+def _centre(query: Tensor, w_p: Tensor, v_p: Tensor, key_length: int, visibility: Visibility | None) -> Tensor:
     """`p_t [B, H, Lq, 1]` in the accumulation dtype: eq. 9, counted from the first key that the query may see."""
     wide = accumulation_dtype(query.dtype)
     inside = torch.tanh(query.to(wide) @ w_p.to(wide).transpose(-1, -2))  # [B, H, Lq, A]

@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab import (
-    AttentionOutput,
-    Call,
-    InvalidInput,
-    ScoreAttention,
-    State,
-    UnsupportedRequest,
-    WindowState,
-)
+from attnlab import AttentionOutput, Call, InvalidInput, ScoreAttention, State, UnsupportedRequest, WindowState
 from attnlab.engines import fused_step
 
 
@@ -84,9 +76,7 @@ class SlidingWindowAttention(ScoreAttention):
             return None
         return fused_step(query, key, value, state)
 
-    def extended(
-        self, key: Tensor, value: Tensor, call: Call, **further: Any
-    ) -> tuple[Tensor, Tensor, WindowState]:
+    def extended(self, key: Tensor, value: Tensor, call: Call, **further: Any) -> tuple[Tensor, Tensor, WindowState]:
         """As ever, without what no query from here on can see; nothing is forgotten where queries do not continue from the state."""
         state, seen = call.state, call.visibility
         assert isinstance(state, WindowState)
@@ -96,9 +86,7 @@ class SlidingWindowAttention(ScoreAttention):
                 f"{self.name}: the state was made for left={state.left}, sink_tokens={state.sink_tokens} and this variant has "
                 f"left={self.left}, sink_tokens={self.sink_tokens}; use its own init_state"
             )
-        continues = (
-            seen.query_segments is None and isinstance(seen.offset, int) and seen.offset >= state.length
-        )
+        continues = seen.query_segments is None and isinstance(seen.offset, int) and seen.offset >= state.length
         if state.evicted and not continues:
             raise UnsupportedRequest(
                 f"{self.name}: its state has forgotten what the window had left, so queries must continue from its length, "
@@ -115,15 +103,7 @@ class SlidingWindowAttention(ScoreAttention):
     ) -> WindowState:
         """An empty cache that keeps what the window can see: memory is bounded by the window, `capacity` by nothing but its word."""
         return WindowState.for_window(
-            self.left,
-            self.sink_tokens,
-            batch,
-            self.num_kv_heads,
-            self.key_dim,
-            self.value_dim,
-            capacity,
-            device,
-            dtype,
+            self.left, self.sink_tokens, batch, self.num_kv_heads, self.key_dim, self.value_dim, capacity, device, dtype
         )
 
     def _made(self, state: WindowState) -> bool:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from attnlab.capabilities import ASKABLE, Capabilities
-from attnlab.conformance.cases import Case, case, fitted, in_dtypes, pairs, singles
-from attnlab.conformance.features import FEATURES, compatible
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.mutants import TextbookAttention, TextbookDelta
-from attnlab.conformance.plan import all_checks, cases_of
-from attnlab.conformance.subject import subject_of
+from attnlab.conformance.oracle.cases import Case, case, fitted, in_dtypes, pairs, singles
+from attnlab.conformance.oracle.features import FEATURES, compatible
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.plan import all_checks, cases_of
+from attnlab.conformance.running.subject import subject_of
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookDelta
 
 VARIANT = TextbookAttention(num_heads=2, head_dim=8)
 
@@ -27,9 +27,7 @@ def test_an_id_names_dtype_features_and_sizes() -> None:
 def test_a_case_asks_for_what_its_features_its_sizes_and_its_check_need() -> None:
     made = case("causal", "gqa", "longer_keys", needs=("backward",))
     assert made.askables == ("causal", "gqa", "cross_lengths", "backward")
-    lacking = made.missing(
-        Capabilities(causal=True, dtypes=frozenset({"float64"}), devices=frozenset({"cpu"}))
-    )
+    lacking = made.missing(Capabilities(causal=True, dtypes=frozenset({"float64"}), devices=frozenset({"cpu"})))
     assert lacking == ["gqa", "cross_lengths", "backward", "dtype float32"]
 
 

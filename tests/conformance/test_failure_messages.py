@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attnlab
 from attnlab.conformance import CheckResult, run_checks
-from attnlab.conformance.mutants import TextbookAttention
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention
 
 
 class TextbookModule(attnlab.Attention):
@@ -149,17 +149,15 @@ def test_a_traceback_is_printed_where_it_is_asked_for(
 
 def test_every_failure_carries_the_command_that_repeats_that_one_case() -> None:
     result = first(TextbookModule, "dead_rows_are_zero")
-    assert result.repeat == (
-        "attnlab check TextbookModule --only dead_rows_are_zero --case float32-mask-B2H2L7x7D8"
-    )
+    assert result.repeat == ("attnlab check TextbookModule --only dead_rows_are_zero --case float32-mask-B2H2L7x7D8")
     (again,) = run_checks(TextbookModule, only=result.check, case=result.case)
     assert again.message == result.message
 
 
 @pytest.mark.parametrize("name", ["dot_product", "linearised", "delta_rule"])
 def test_a_quick_run_has_only_cases_that_a_full_one_has(name: str) -> None:
-    from attnlab.conformance.plan import all_checks, cases_of
-    from attnlab.conformance.subject import subject_of
+    from attnlab.conformance.running.plan import all_checks, cases_of
+    from attnlab.conformance.running.subject import subject_of
 
     subject = subject_of(name)
     for check in all_checks():

@@ -11,16 +11,16 @@ import pytest
 
 from attnlab import Reason, Request
 from attnlab.conformance import CheckResult, run_checks
-from attnlab.conformance.mutants import TextbookDelta
-from attnlab.conformance.mutants.claims import ClaimsToCompile
-from attnlab.conformance.mutants.graphs import (
+from attnlab.interface import Attention
+from attnlab_evaluations.suite_proof.mutants import TextbookDelta
+from attnlab_evaluations.suite_proof.mutants.claims import ClaimsToCompile
+from attnlab_evaluations.suite_proof.mutants.graphs import (
     BlocksAreNotRecomputed,
     CompilingLinear,
     CompilingTextbook,
     KeepsThePositionOnTheModule,
     ListsItsPositions,
 )
-from attnlab.interface import Attention
 
 
 class ExportingDelta(TextbookDelta):
@@ -35,10 +35,7 @@ def told(results: list[CheckResult]) -> str:
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        CompilingLinear,
-        *(pytest.param(v, marks=pytest.mark.full) for v in (CompilingTextbook, ExportingDelta)),
-    ],
+    [CompilingLinear, *(pytest.param(v, marks=pytest.mark.full) for v in (CompilingTextbook, ExportingDelta))],
 )
 def test_correct_variants_that_claim_to_be_captured_pass(variant: type[Attention]) -> None:
     results = run_checks(variant, only=["graphs", "exports"])
@@ -91,11 +88,7 @@ def test_a_position_on_the_module_is_right_until_it_is_compiled() -> None:
 def test_blocks_that_are_small_one_by_one_are_not_so_all_told() -> None:
     results = run_checks(BlocksAreNotRecomputed, only="largest_intermediate_grows_linearly")
     assert all(r.ok for r in results), told(results)
-    failed = [
-        r
-        for r in run_checks(BlocksAreNotRecomputed, only="memory_kept_for_backward_grows_linearly")
-        if not r.ok
-    ]
+    failed = [r for r in run_checks(BlocksAreNotRecomputed, only="memory_kept_for_backward_grows_linearly") if not r.ok]
     assert "what is kept for the backward grows from" in failed[0].message
 
 

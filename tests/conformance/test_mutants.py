@@ -8,9 +8,9 @@ import pytest
 
 from attnlab.conformance import run_checks
 from attnlab.conformance.checks import ALL
-from attnlab.conformance.kills import kill
-from attnlab.conformance.mutants import MUTANTS, TEXTBOOK, Mutant
+from attnlab.conformance.running.kills import kill
 from attnlab.interface import Attention
+from attnlab_evaluations.suite_proof.mutants import MUTANTS, TEXTBOOK, Mutant
 
 
 def _marked() -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 import attnlab
 from attnlab.catalogue import default_registry
 from attnlab.conformance import run_checks, with_check_options
-from attnlab.conformance.subject import split_options, subject_of
+from attnlab.conformance.running.subject import split_options, subject_of
 from attnlab.errors import InvalidInput
 
 # Settings that the suite itself once judged wrongly: no visible past, a limit on lengths, a limit on distances.
@@ -63,9 +63,7 @@ def test_options_that_are_no_json_are_refused_with_an_example() -> None:
         split_options("sliding_window {left: 3}")
 
 
-def test_settings_belong_to_the_row_of_the_class_and_not_to_its_presets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_belong_to_the_row_of_the_class_and_not_to_its_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = attnlab.default_registry()
     cls = registry.variant_class("multiplicative")
     chosen = ({"score": "concat"}, {"local": "m", "half_width": 1})

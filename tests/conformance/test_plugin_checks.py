@@ -35,9 +35,7 @@ def _fresh() -> Iterator[None]:
     plugin_manager.cache_clear()
 
 
-def test_a_plugins_check_runs_on_every_variant_and_is_chosen_by_name_or_topic(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plugins_check_runs_on_every_variant_and_is_chosen_by_name_or_topic(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = use(monkeypatch, MINE)
     assert "output_is_small" in check_names()
     (passed,) = run_checks("additive", only="house rules")
@@ -53,16 +51,11 @@ def test_a_plugins_check_runs_on_every_variant_and_is_chosen_by_name_or_topic(
     ("item", "reason"),
     [
         (check_output_is_small, "must return attnlab.conformance.Check objects, got function"),
-        (
-            Check(lambda variant, case: None, "values", lambda scope: []),
-            "",
-        ),
+        (Check(lambda variant, case: None, "values", lambda scope: []), ""),
     ],
     ids=["a bare function", "any Check"],
 )
-def test_what_is_no_check_is_left_out_and_recorded(
-    monkeypatch: pytest.MonkeyPatch, item: Any, reason: str
-) -> None:
+def test_what_is_no_check_is_left_out_and_recorded(monkeypatch: pytest.MonkeyPatch, item: Any, reason: str) -> None:
     manager = use(monkeypatch, item)
     names = check_names()
     assert bool(manager.load_errors) == bool(reason)
@@ -87,9 +80,7 @@ def test_a_known_failure_may_name_a_plugins_check(monkeypatch: pytest.MonkeyPatc
         formula = "softmax_dot_product"
         inner_product = True
         name = "dotted"
-        known_failures: ClassVar[Any] = {
-            "output_is_small": attnlab.KnownFailure("its name is older than the rule")
-        }
+        known_failures: ClassVar[Any] = {"output_is_small": attnlab.KnownFailure("its name is older than the rule")}
 
     (result,) = run_checks(Dotted, only="output_is_small")
     assert result.status == "known failure"

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from attnlab import AttentionOutput, Call
 from attnlab.conformance import CheckResult, draw, run_checks
-from attnlab.conformance.cases import case
-from attnlab.conformance.features import FEATURES
-from attnlab.conformance.messages import index_of
-from attnlab.conformance.mutants import TextbookAttention
-from attnlab.conformance.unusual.fixed import (
+from attnlab.conformance.compare.messages import index_of
+from attnlab.conformance.oracle.cases import case
+from attnlab.conformance.oracle.features import FEATURES
+from attnlab_evaluations.suite_proof.correct.fixed import (
     FixedGaussianAttention,
     ProjectedValuesAttention,
     RandomSynthesizerAttention,
     RateByGroupAttention,
     ValueEmbeddingAttention,
 )
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention
 
 
 def judged(variant: Any, *only: str, quick: bool = True) -> list[CheckResult]:

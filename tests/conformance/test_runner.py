@@ -10,20 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlab import (
-    AttentionOutput,
-    Call,
-    InvalidInput,
-    KnownFailure,
-    PluginError,
-    Reason,
-    Request,
-    UnknownVariant,
-)
+from attnlab import AttentionOutput, Call, InvalidInput, KnownFailure, PluginError, Reason, Request, UnknownVariant
 from attnlab.conformance import CheckResult, check_names, iter_checks, run_checks
-from attnlab.conformance.mutants import TextbookAttention
-from attnlab.conformance.mutants.behaviour import SwallowsSoftcap
-from attnlab.conformance.mutants.formulas import ScaledByTheModelWidth, SubtractsNoMaximum
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention
+from attnlab_evaluations.suite_proof.mutants.behaviour import SwallowsSoftcap
+from attnlab_evaluations.suite_proof.mutants.formulas import ScaledByTheModelWidth, SubtractsNoMaximum
 
 
 def statuses(results: list[CheckResult]) -> set[str]:
@@ -95,7 +86,7 @@ def test_a_result_carries_the_command_that_repeats_it() -> None:
 
 
 def test_names_of_checks_are_unique_and_their_functions_explain_themselves() -> None:
-    from attnlab.conformance.plan import all_checks
+    from attnlab.conformance.running.plan import all_checks
 
     names = check_names()
     assert len(names) == len(set(names))
@@ -115,9 +106,7 @@ def test_a_quick_run_covers_the_same_checks_with_fewer_cases() -> None:
 
 
 class KnownToOverflow(SubtractsNoMaximum):
-    known_failures: ClassVar = {
-        "survives_large_scores": KnownFailure("exp overflows, see the paper's appendix")
-    }
+    known_failures: ClassVar = {"survives_large_scores": KnownFailure("exp overflows, see the paper's appendix")}
 
 
 class KnownWithoutReason(TextbookAttention):
@@ -141,10 +130,7 @@ def test_a_known_failure_that_passes_is_a_failure(quick: bool) -> None:
     results = run_checks(KnownWithoutReason, only="survives_large_scores", quick=quick)
     last = results[-1]
     assert last.status == "failed"
-    assert (
-        "is declared a KnownFailure (was true once) and passes on every case. Remove the declaration"
-        in last.message
-    )
+    assert "is declared a KnownFailure (was true once) and passes on every case. Remove the declaration" in last.message
 
 
 def test_a_known_failure_of_an_unknown_check_is_an_error_with_the_nearest_name() -> None:
@@ -182,11 +168,7 @@ def test_a_declared_askable_that_is_refused_alone_fails() -> None:
             more = [Reason("causal", "causal=True", "no")] if request.asks("causal") else []
             return super().supports(request) + more
 
-    bad = [
-        r
-        for r in run_checks(RefusesCausal, only="agrees_with_definition", quick=True)
-        if r.status == "failed"
-    ]
+    bad = [r for r in run_checks(RefusesCausal, only="agrees_with_definition", quick=True) if r.status == "failed"]
     assert bad
     assert "causal is declared and refused" in bad[0].message
 
@@ -195,9 +177,7 @@ def test_a_refused_combination_of_declared_askables_is_not_applicable() -> None:
     class RefusesBoth(TextbookAttention):
         def supports(self, request: Request) -> list[Reason]:
             both = request.asks("causal") and request.asks("gqa")
-            return super().supports(request) + (
-                [Reason("gqa", "gqa with causal", "one of them")] if both else []
-            )
+            return super().supports(request) + ([Reason("gqa", "gqa with causal", "one of them")] if both else [])
 
     results = run_checks(RefusesBoth, only="grouped_heads_equal_repeated_heads")
     assert "gqa with causal" in next(r.message for r in results if r.status == "not applicable")
@@ -235,9 +215,7 @@ def test_a_check_that_needs_what_is_not_declared_says_so_once() -> None:
 
 
 def test_a_failure_says_who_where_what_how_far_and_why() -> None:
-    failed = next(
-        r for r in run_checks(ScaledByTheModelWidth, only="agrees_with_definition", quick=True) if not r.ok
-    )
+    failed = next(r for r in run_checks(ScaledByTheModelWidth, only="agrees_with_definition", quick=True) if not r.ok)
     for part in (
         "ScaledByTheModelWidth (float32 on cpu, plain, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8 Dv=8, seed 0): ",
         "out differs from the float64 definition at [b=",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.conformance import CheckResult, run_checks
-from attnlab.conformance.mutants import TextbookAttention
-from attnlab.conformance.sharing import Workers
+from attnlab.conformance.running.sharing import Workers
 from attnlab.errors import InvalidInput, PluginError, UnknownVariant
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention
 
 CRASHING = """
 import os
@@ -51,9 +51,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers
 def test_shared_checks_are_those_of_one_process_in_its_order(workers: Workers) -> None:
     only = ["refusals", "dead rows", "layout"]
     shared = list(workers.iter_checks("dot_product", only=only, case=None, quick=True, device="cpu"))
-    assert [_timeless(r) for r in shared] == [
-        _timeless(r) for r in run_checks("dot_product", only=only, quick=True)
-    ]
+    assert [_timeless(r) for r in shared] == [_timeless(r) for r in run_checks("dot_product", only=only, quick=True)]
     assert workers.why_unverified("dot_product") == ""
     with pytest.raises(UnknownVariant, match="there is no variant 'dot_produkt'"):
         list(workers.iter_checks("dot_produkt", only=None, case=None, quick=True, device="cpu"))
@@ -76,9 +74,7 @@ def test_a_case_by_its_id_is_run_apart_too(workers: Workers) -> None:
     def one(case: str) -> list[CheckResult]:
         return list(workers.iter_checks("crashing", only=None, case=case, quick=True, device="cpu"))
 
-    causal = one(
-        "float32-causal-B2H2L7x7D8"
-    )  # of which one asks about positions, which this variant reads none of
+    causal = one("float32-causal-B2H2L7x7D8")  # of which one asks about positions, which this variant reads none of
     assert {r.status for r in causal if r.check != "a_sequence_may_begin_anywhere"} == {"passed"}
     (ended,) = one("float32-sinks*")
     assert (ended.status, ended.message[:32]) == ("error", "crashing: the process ended with")
@@ -100,7 +96,7 @@ def test_a_check_goes_on_after_sys_exit() -> None:
 
 PROGRAM = """
 import sys, time
-from attnlab.conformance.sharing import Workers
+from attnlab.conformance.running.sharing import Workers
 if __name__ == "__main__":
     with Workers(1) as workers:
         print(workers._submit(time.sleep, 0).result(), flush=True)
@@ -117,9 +113,7 @@ def test_no_process_outlives_the_one_that_asked(tmp_path: Path, ended_by: signal
         [sys.executable, tmp_path / "program.py"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     assert asking.stdout is not None
     assert asking.stdout.readline() == b"None\n"

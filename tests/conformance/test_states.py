@@ -14,26 +14,24 @@ from torch import Tensor
 from attnlab import AttentionOutput
 from attnlab.call import Call
 from attnlab.conformance import run_checks
-from attnlab.conformance.cases import case
-from attnlab.conformance.check import NotApplicable
 from attnlab.conformance.checks import sizes
 from attnlab.conformance.checks._stepping import arguments_of, feed, seen_by_chunks, truth
 from attnlab.conformance.checks.packed import Piece
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.mutants import TextbookAttention, TextbookDelta
-from attnlab.conformance.mutants._stores import StoredAttention
+from attnlab.conformance.oracle.cases import case
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import NotApplicable
 from attnlab.errors import InvalidInput
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
 from attnlab.state import State
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookDelta
+from attnlab_evaluations.suite_proof.mutants._stores import StoredAttention
 
 OWN = ("state", "packed", "sizes", "empty_sizes")
 
 
 def bad(variant: Any, *, only: Any = OWN, quick: bool = True) -> list[str]:
-    return [
-        f"{r.check} [{r.case}]: {r.message}" for r in run_checks(variant, only=only, quick=quick) if not r.ok
-    ]
+    return [f"{r.check} [{r.case}]: {r.message}" for r in run_checks(variant, only=only, quick=quick) if not r.ok]
 
 
 def test_a_variant_with_a_preallocated_store_passes() -> None:
@@ -118,9 +116,7 @@ def test_without_a_definition_chunks_are_compared_with_the_variants_own_whole() 
 
 def test_a_state_class_of_ones_own_may_fail_loudly_where_heads_do_not_fit() -> None:
     wider = replace(CumulativeMean.capabilities, gqa=True)
-    grouped = type(
-        "GroupedMean", (CumulativeMean,), {"capabilities": wider, "attend": repeated(CumulativeMean.attend)}
-    )
+    grouped = type("GroupedMean", (CumulativeMean,), {"capabilities": wider, "attend": repeated(CumulativeMean.attend)})
     results = run_checks(grouped, only="misfit_states_are_refused", quick=True)
     assert [r.status for r in results] == ["passed"], [r.message for r in results]
 
@@ -145,9 +141,7 @@ def test_chunks_see_their_own_tokens_and_the_past() -> None:
 def test_a_step_is_given_its_part_of_every_argument() -> None:
     labels = ("causal", "key_mask_left", "mask", "bias_per_key", "query_lengths")
     inputs = draw(case(*labels), TextbookAttention(num_heads=2, head_dim=8))
-    inputs = inputs.with_tensors(
-        key_lengths=torch.tensor([6, 2]), offset=1, segments=(torch.zeros(2, 7),) * 2
-    )
+    inputs = inputs.with_tensors(key_lengths=torch.tensor([6, 2]), offset=1, segments=(torch.zeros(2, 7),) * 2)
     cut = arguments_of(inputs, (4, 6), (3, 6))
     whole = inputs.arguments
     assert torch.equal(cut["key_mask"], whole["key_mask"][:, 3:6])

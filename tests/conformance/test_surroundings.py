@@ -15,14 +15,14 @@ from attnlab import AttentionOutput, Call
 from attnlab.conformance import CheckResult, run_checks
 from attnlab.conformance.checks._settings import SETTINGS
 from attnlab.conformance.checks.threads import _taking_turns
-from attnlab.conformance.mutants import TextbookAttention, TextbookLinear
-from attnlab.conformance.mutants.surroundings import (
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookLinear
+from attnlab_evaluations.suite_proof.mutants.surroundings import (
     KeepsItsAnswerOnItself,
     LowersThePrecision,
     SharesAScratchBuffer,
     UnusedSlotsAreMultipliedByZero,
 )
-from attnlab.conformance.mutants.transforms import LearnedTextbook, NoGradientWithoutTheQuerys
+from attnlab_evaluations.suite_proof.mutants.transforms import LearnedTextbook, NoGradientWithoutTheQuerys
 
 TOPICS = ["threads", "devices", "settings", "transforms", "a_gradient_is_the_same_alone"]
 
@@ -62,15 +62,9 @@ def test_two_threads_take_turns_at_every_operation() -> None:
 
 
 def test_what_lies_on_the_module_between_two_lines_is_found() -> None:
-    failed = [
-        r
-        for r in run_checks(KeepsItsAnswerOnItself, only="threads_share_an_instance", quick=True)
-        if not r.ok
-    ]
+    failed = [r for r in run_checks(KeepsItsAnswerOnItself, only="threads_share_an_instance", quick=True) if not r.ok]
     assert failed
-    assert (
-        "beside another call in another thread" in failed[0].message or "the call alone" in failed[0].message
-    )
+    assert "beside another call in another thread" in failed[0].message or "the call alone" in failed[0].message
     assert "Keep nothing of a call on the module" in failed[0].message
 
 
@@ -116,9 +110,7 @@ def test_deterministic_mode_may_be_refused_by_variants_that_do_not_claim_it(clai
     results = run_checks(Refuses, only="deterministic_mode_is_honoured", quick=True)
     assert all(r.ok for r in results) is not claimed
     if claimed:
-        assert (
-            "`deterministic` is claimed, and deterministic mode refuses it: this kernel" in results[0].message
-        )
+        assert "`deterministic` is claimed, and deterministic mode refuses it: this kernel" in results[0].message
 
 
 def test_unused_slots_of_a_store_are_found_by_what_fresh_memory_holds() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attnlab.conformance.tolerances import (
+from attnlab.conformance.compare.tolerances import (
     UNIT,
     accumulation_unit,
     bound,

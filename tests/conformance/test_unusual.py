@@ -12,19 +12,23 @@ from torch import Tensor, nn
 
 from attnlab import Attention, AttentionOutput, Call, Reason, Request
 from attnlab.conformance import CheckResult, run_checks
-from attnlab.conformance.cases import case
-from attnlab.conformance.draws import is_random
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.mutants import TextbookAttention
-from attnlab.conformance.subject import subject_of
-from attnlab.conformance.unusual import UNUSUAL
-from attnlab.conformance.unusual.heads import MultiQueryAttention, SingleHeadAttention, TalkingHeadsAttention
-from attnlab.conformance.unusual.limits import Float64Attention
-from attnlab.conformance.unusual.normalisers import SigmoidAttention, SparsemaxAttention, TopKAttention
-from attnlab.conformance.unusual.null_slots import NullSlotAttention
-from attnlab.conformance.unusual.pooled import ProjectedLengthAttention
-from attnlab.conformance.unusual.sampled import SampledAttention
-from attnlab.conformance.unusual.sums import RandomExponentialAttention, RandomReluAttention
+from attnlab.conformance.oracle.cases import case
+from attnlab.conformance.oracle.draws import is_random
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.subject import subject_of
+from attnlab_evaluations.suite_proof.correct import UNUSUAL
+from attnlab_evaluations.suite_proof.correct.heads import (
+    MultiQueryAttention,
+    SingleHeadAttention,
+    TalkingHeadsAttention,
+)
+from attnlab_evaluations.suite_proof.correct.limits import Float64Attention
+from attnlab_evaluations.suite_proof.correct.normalisers import SigmoidAttention, SparsemaxAttention, TopKAttention
+from attnlab_evaluations.suite_proof.correct.null_slots import NullSlotAttention
+from attnlab_evaluations.suite_proof.correct.pooled import ProjectedLengthAttention
+from attnlab_evaluations.suite_proof.correct.sampled import SampledAttention
+from attnlab_evaluations.suite_proof.correct.sums import RandomExponentialAttention, RandomReluAttention
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention
 
 each = pytest.mark.parametrize("variant", UNUSUAL, ids=lambda cls: cls.name)
 
@@ -108,9 +112,7 @@ def test_a_random_variant_is_found_by_its_seeds_and_an_exact_one_is_not() -> Non
     assert is_random(SampledAttention(num_heads=2, head_dim=8), inputs)
     assert not is_random(UnseededSample(num_heads=2, head_dim=8), inputs)
     silent = type(
-        "Silent",
-        (TextbookAttention,),
-        {"capabilities": replace(TextbookAttention.capabilities, deterministic=False)},
+        "Silent", (TextbookAttention,), {"capabilities": replace(TextbookAttention.capabilities, deterministic=False)}
     )
     assert not is_random(silent(num_heads=2, head_dim=8), inputs)
 
@@ -167,9 +169,7 @@ def test_heads_that_talk_are_a_known_failure_and_their_silence_would_be_one_too(
     assert "passes on every case" in alarms(run_checks(Silent, only=only))
 
 
-@pytest.mark.parametrize(
-    ("variant", "heads"), [(MultiQueryAttention, (None, 1)), (SingleHeadAttention, (1, 1))]
-)
+@pytest.mark.parametrize(("variant", "heads"), [(MultiQueryAttention, (None, 1)), (SingleHeadAttention, (1, 1))])
 def test_a_variant_that_refuses_other_numbers_of_heads_is_tried_with_its_own(
     variant: type[Attention], heads: tuple[int | None, int | None]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnlab.conformance.visibility import Rules, dense, positions
+from attnlab.conformance.oracle.visibility import Rules, dense, positions
 
 
 def matrix(queries: int, keys: int, **rules: Any) -> list[str]:

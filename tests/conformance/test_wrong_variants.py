@@ -10,7 +10,7 @@ from wrong_variants import ALIVE, WRONG
 
 from attnlab import Attention
 from attnlab.conformance import CheckResult
-from attnlab.conformance.runner import iter_checks
+from attnlab.conformance.running.runner import iter_checks
 
 
 def subjects(variant: type[Attention]) -> Iterator[Any]:

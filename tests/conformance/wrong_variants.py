@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attnlab import Attention, AttentionOutput, Call
-from attnlab.conformance.mutants import TextbookAttention, TextbookDelta, TextbookLinear
-from attnlab.conformance.mutants._sums import TextbookGatedDelta
+from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookDelta, TextbookLinear
+from attnlab_evaluations.suite_proof.mutants._sums import TextbookGatedDelta
 
 Shape = tuple[int, int, int, int]
 
@@ -37,9 +37,7 @@ class OptionIsLostInAState(TextbookAttention):
         return float(self.key_dim**-0.5) if call.state is not None else self.default_scale()
 
     @staticmethod
-    def definition(
-        query: Tensor, key: Tensor, value: Tensor, *, options: Any, scale: Any, **rest: Any
-    ) -> Any:
+    def definition(query: Tensor, key: Tensor, value: Tensor, *, options: Any, scale: Any, **rest: Any) -> Any:
         from attnlab.formulas.dot_product import softmax_dot_product
 
         scale = key.shape[-1] ** -0.5 * (options["temperature"] or 1.0) if scale is None else scale
@@ -257,8 +255,7 @@ class CapturedTensorsLearnNothing(TextbookAttention):
             shift = super().modified(s, call) - s
         return s * (super().modified(torch.ones_like(s), call) - super().modified(0 * s, call)).detach() + (
             shift
-            - s.detach()
-            * (super().modified(torch.ones_like(s), call) - super().modified(0 * s, call)).detach()
+            - s.detach() * (super().modified(torch.ones_like(s), call) - super().modified(0 * s, call)).detach()
             + s.detach()
         )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlab.conformance.watching import DispatchMode
+from attnlab.conformance.checks._watching import DispatchMode
 from attnlab.engines import additive, additive_cpu, additive_scores
 from attnlab.engines.additive import _by_blocks as by_blocks
 from attnlab.engines.additive_cpu import BLOCK_ELEMENTS
@@ -51,9 +51,7 @@ def test_scores_and_gradients_are_those_of_the_formula(shape: tuple[int, ...], s
     with torch.no_grad():
         assert torch.equal(additive_scores(*inputs), got)
     for mine, theirs in zip(
-        torch.autograd.grad(got, others, direction),
-        torch.autograd.grad(exact, leaves, direction),
-        strict=True,
+        torch.autograd.grad(got, others, direction), torch.autograd.grad(exact, leaves, direction), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-10)
 
@@ -206,9 +204,7 @@ def test_gradients_are_as_exact_where_the_caller_left_autocast_on() -> None:
 
 @pytest.mark.parametrize("side", [40, 1200])  # heads together, and channel by channel
 def test_gradients_are_the_same_whether_those_of_v_are_asked_for_or_not(side: int) -> None:
-    query, key, v = (
-        torch.randn(shape, requires_grad=True) for shape in ((1, 1, side, 8), (1, 1, side, 8), (1, 8))
-    )
+    query, key, v = (torch.randn(shape, requires_grad=True) for shape in ((1, 1, side, 8), (1, 1, side, 8), (1, 8)))
     loss = additive_scores(query, key, v).sin().sum()
     whole = torch.autograd.grad(loss, (query, key, v), retain_graph=True)
     for asked in ((0, 1), (0,), (1,), (2,)):

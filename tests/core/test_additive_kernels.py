@@ -117,9 +117,7 @@ def test_what_is_not_finite_goes_where_the_formula_sends_it(bad: float, side: st
     torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-5, equal_nan=True)
     direction = torch.randn(exact.shape)
     for mine, theirs in zip(
-        torch.autograd.grad(got, others, direction),
-        torch.autograd.grad(exact, leaves, direction.double()),
-        strict=True,
+        torch.autograd.grad(got, others, direction), torch.autograd.grad(exact, leaves, direction.double()), strict=True
     ):
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=1e-4, equal_nan=True)
     assert got.isnan().any() == (bad != bad)
@@ -170,7 +168,7 @@ def test_second_derivatives_are_those_of_the_formula() -> None:
 def test_nothing_but_the_inputs_is_kept_and_no_temporary_has_the_hidden_size_beside_both_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from attnlab.conformance.watching import DispatchMode
+    from attnlab.conformance.checks._watching import DispatchMode
     from attnlab.engines import additive_triton
 
     class Largest(DispatchMode):
@@ -187,10 +185,7 @@ def test_nothing_but_the_inputs_is_kept_and_no_temporary_has_the_hidden_size_bes
     inputs = [x.requires_grad_() for x in drawn((1, 1, 256, 512, 64))]
     additive_scores(*(x[..., :1, :4] if x.dim() == 4 else x[:, :4] for x in inputs))  # one real launch
     monkeypatch.setattr(additive_triton, "run_kernel", lambda *a, **k: None)
-    with (
-        Largest() as mode,
-        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
-    ):
+    with Largest() as mode, torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         scores = additive_scores(*inputs)
         torch.autograd.grad(scores, inputs, torch.ones_like(scores))
     assert 256 * 512 <= mode.elements <= 2 * 256 * 512  # scores, or both planes of the keys
@@ -246,9 +241,7 @@ def test_the_variants_answer_and_train_as_by_torch(
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         given = {n: x.to(dtype) if n == "bias" else x for n, x in features.items()}
         out = variant(*leaves, **given).out
-        return out.double(), *(
-            g.double() for g in torch.autograd.grad(out.square().sum(), [*leaves, *learned])
-        )
+        return out.double(), *(g.double() for g in torch.autograd.grad(out.square().sum(), [*leaves, *learned]))
 
     by_kernels = run(torch.float32)
     assert "gradient_kernel" in launched
@@ -259,9 +252,7 @@ def test_the_variants_answer_and_train_as_by_torch(
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5 * max(1.0, theirs.abs().max().item()))
 
 
-def test_tiles_of_a_long_input_are_recomputed_by_kernels(
-    monkeypatch: pytest.MonkeyPatch, launched: list[str]
-) -> None:
+def test_tiles_of_a_long_input_are_recomputed_by_kernels(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     from attnlab.engines import tiled
 
     variant = create("additive", num_heads=2, head_dim=4)

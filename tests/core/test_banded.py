@@ -78,9 +78,7 @@ def test_second_derivatives_are_those_of_the_formula(what: str, padded: bool) ->
         return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)  # type: ignore[arg-type]
 
     pairs = zip(
-        curvature(banded_attention(*inputs, band, 0.3, present)),
-        curvature(plain(*inputs, band, present)),
-        strict=True,
+        curvature(banded_attention(*inputs, band, 0.3, present)), curvature(plain(*inputs, band, present)), strict=True
     )
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)

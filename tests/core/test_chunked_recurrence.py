@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlab.conformance.watching import DispatchMode
+from attnlab.conformance.checks._watching import DispatchMode
 from attnlab.engines import chunked_recurrence
 
 CLOSE = {"atol": 1e-10, "rtol": 1e-10}  # float64
@@ -58,18 +58,12 @@ def drawn(length: int, decay: str, beta: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("corrects", [False, True], ids=["sum", "correction"])
 @pytest.mark.parametrize("beta", [False, True], ids=["", "beta"])
 @pytest.mark.parametrize("decay", ["", "head", "channel"])
-@pytest.mark.parametrize(
-    ("length", "chunk"), [(1, 64), (37, 1), (37, 16), (130, 64), (130, 100), (40, 500), (600, 64)]
-)
-def test_it_is_the_loop_with_its_gradients(
-    length: int, chunk: int, decay: str, beta: bool, corrects: bool
-) -> None:
+@pytest.mark.parametrize(("length", "chunk"), [(1, 64), (37, 1), (37, 16), (130, 64), (130, 100), (40, 500), (600, 64)])
+def test_it_is_the_loop_with_its_gradients(length: int, chunk: int, decay: str, beta: bool, corrects: bool) -> None:
     given = drawn(length, decay, beta)
     state, query, key, value = (given[n] for n in ("state", "query", "key", "value"))
     gates = {n: given.get(n) for n in ("beta", "log_decay")}
-    out, last = chunked_recurrence(
-        state, query, key, value, corrects=corrects, chunk=chunk, recording=True, **gates
-    )
+    out, last = chunked_recurrence(state, query, key, value, corrects=corrects, chunk=chunk, recording=True, **gates)
     wanted, final = by_loop(state, query, key, value, corrects=corrects, **gates)
     assert out is not None
     torch.testing.assert_close(out, wanted, **CLOSE)
@@ -104,9 +98,7 @@ def test_in_float32_a_decay_long_ago_does_not_round_those_of_today(decay: str) -
     wanted, _ = by_loop(*(given[n] for n in names), beta=None, log_decay=given["log_decay"], corrects=False)
     out, _ = chunked_recurrence(*(given[n].float() for n in names), log_decay=given["log_decay"].float())
     assert out is not None
-    scale = by_loop(
-        *(given[n].abs() for n in names), beta=None, log_decay=given["log_decay"], corrects=False
-    )[0]
+    scale = by_loop(*(given[n].abs() for n in names), beta=None, log_decay=given["log_decay"], corrects=False)[0]
     # float32's own rounding of -3.001 over 16 tokens is 16 * 1.2e-7, a product of D terms D * 6e-8
     assert ((out - wanted).abs() <= 4e-6 * scale).all()
 

@@ -8,8 +8,8 @@ import yaml
 
 import attnlab
 from attnlab import InvalidInput
-from attnlab._choice import choice, in_words, storable
 from attnlab.integrations.torch_mha import MultiheadAttention
+from attnlab.layers.choice import choice, in_words, storable
 
 CONFIG = {"name": "sliding_window", "left": 2, "right": 1}
 TRIPS = {

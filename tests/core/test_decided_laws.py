@@ -42,17 +42,8 @@ def test_two_calls_with_dropout_draw_anew(name: str) -> None:
 
 
 # Their bare calls go to torch's fused CPU kernel as they are.
-FUSED = {
-    "dot_product",
-    "flash",
-    "multiplicative",
-    "multiplicative_dot",
-    "multiplicative_local_m",
-    "sliding_window",
-}
-CLEANED = pytest.mark.xfail(
-    strict=True, reason="torch's fused CPU kernel gives 0 for a row whose scores are all NaN"
-)
+FUSED = {"dot_product", "flash", "multiplicative", "multiplicative_dot", "multiplicative_local_m", "sliding_window"}
+CLEANED = pytest.mark.xfail(strict=True, reason="torch's fused CPU kernel gives 0 for a row whose scores are all NaN")
 
 
 @pytest.mark.parametrize(

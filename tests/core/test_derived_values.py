@@ -99,9 +99,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize(("name", "change"), list(itertools.product(VARIANTS, CHANGES)))
 @pytest.mark.parametrize("precomputed", [False, True])
-def test_what_was_computed_from_other_parameters_is_refused(
-    name: str, change: str, precomputed: bool
-) -> None:
+def test_what_was_computed_from_other_parameters_is_refused(name: str, change: str, precomputed: bool) -> None:
     if precomputed and name not in PRECOMPUTING:
         pytest.skip("the family precomputes no keys")
     if name == "linearised_favor" and change == "optimizer step":
@@ -110,9 +108,7 @@ def test_what_was_computed_from_other_parameters_is_refused(
     again = _kept(variant, *_x(), precomputed=precomputed)
     again()
     CHANGES[change](variant)
-    with pytest.raises(
-        InvalidInput, match=r"computed from parameters that have changed since .*compute it again"
-    ):
+    with pytest.raises(InvalidInput, match=r"computed from parameters that have changed since .*compute it again"):
         again()
     _kept(variant, *_x(), precomputed=precomputed)()  # and what is computed anew is served
 

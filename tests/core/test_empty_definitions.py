@@ -64,9 +64,7 @@ def test_outputs_of_normalised_maps_stay_in_the_range_of_their_values(name: str,
         assert float((v.amin(2, keepdim=True) - out).max()) < slack
         state = variant.init_state(4)
         for t in range(min(keys, 5)):
-            step = variant(
-                q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], causal=True, state=state
-            )
+            step = variant(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], causal=True, state=state)
             state = step.state
             low, high = (f(v[:, :, : t + 1], 2, True) for f in (torch.amin, torch.amax))
             assert float(torch.maximum(step.out - high, low - step.out).max()) < slack

@@ -39,9 +39,7 @@ def product(query: Tensor, key: Tensor, *, query_positions: Tensor, key_position
 
 
 def seen(mask: AttentionMask, lq: int = LQ, lk: int = LK) -> Visibility:
-    return Visibility.resolve(
-        mask, batch=B, num_heads=H, query_length=lq, key_length=lk, device=torch.device("cpu")
-    )
+    return Visibility.resolve(mask, batch=B, num_heads=H, query_length=lq, key_length=lk, device=torch.device("cpu"))
 
 
 def force_tiles(monkeypatch: pytest.MonkeyPatch, tq: int, tk: int) -> None:
@@ -182,9 +180,7 @@ def test_a_tensor_that_score_mod_returns_is_not_written_to(monkeypatch: pytest.M
     before = kept.clone()
     scoring = Scoring(product, 1.0, score_mod=lambda s, b, h, q, k: kept[..., : s.shape[-1]])
     with torch.no_grad():
-        tiled_attention(
-            normal(B, H, LQ, D), normal(B, H, LK, D), normal(B, H, LK, D), scoring, None, recording=False
-        )
+        tiled_attention(normal(B, H, LQ, D), normal(B, H, LK, D), normal(B, H, LK, D), scoring, None, recording=False)
     assert torch.equal(kept, before)
 
 
@@ -200,9 +196,7 @@ def test_a_bias_of_any_broadcast_shape_gets_a_gradient_of_its_own_shape(
     q, k, v = normal(B, H, LQ, D), normal(B, H, LK, D), normal(B, H, LK, D)
     bias = normal(b, h, i, j).requires_grad_()
     full = bias.detach().expand(B, H, LQ, LK).clone().requires_grad_()
-    more = (
-        {"need_lse": True} if path == "tiled" else {}
-    )  # what torch's function does not give takes the tiles
+    more = {"need_lse": True} if path == "tiled" else {}  # what torch's function does not give takes the tiles
     (got,) = torch.autograd.grad(attend(q, k, v, bias=bias, **more).out.square().sum(), bias)
     (want,) = torch.autograd.grad(attend(q, k, v, bias=full, **more).out.square().sum(), full)
     torch.testing.assert_close(got, want.sum_to_size(bias.shape), **CLOSE)
@@ -222,9 +216,7 @@ def test_a_finite_bias_stays_finite_in_a_narrower_dtype(dtype: torch.dtype, bias
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
-def test_dropout_in_tiles_gives_the_same_gradients_for_the_same_seed(
-    monkeypatch: pytest.MonkeyPatch, p: float
-) -> None:
+def test_dropout_in_tiles_gives_the_same_gradients_for_the_same_seed(monkeypatch: pytest.MonkeyPatch, p: float) -> None:
     force_tiles(monkeypatch, 4, 5)
     q, k, v = (normal(B, H, n, D).requires_grad_() for n in (LQ, LK, LK))
 

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlab.errors import PluginError
-from attnlab.formulas import (
-    DEFINITIONS,
-    additive,
-    definition_of,
-    multiplicative,
-    softmax_dot_product,
-)
+from attnlab.formulas import DEFINITIONS, additive, definition_of, multiplicative, softmax_dot_product
 
 F64 = torch.float64
 LN3 = math.log(3)
@@ -57,11 +51,7 @@ def test_scores_of_log_1_and_log_3_weigh_the_values_by_a_quarter_and_three_quart
 
 def test_a_sink_of_log_4_takes_half_of_the_weight_and_carries_no_value() -> None:
     answer = call(
-        softmax_dot_product,
-        row(1.0),
-        row(0.0, LN3),
-        row(4.0, 8.0),
-        sinks=torch.tensor([math.log(4)], dtype=F64),
+        softmax_dot_product, row(1.0), row(0.0, LN3), row(4.0, 8.0), sinks=torch.tensor([math.log(4)], dtype=F64)
     )
     close(answer["weights"], 0.125, 0.375)
     close(answer["out"], 3.5)
@@ -110,9 +100,7 @@ def test_a_bias_of_minus_infinity_hides_the_pair() -> None:
 def test_a_query_that_sees_nothing_gives_zeros_and_an_lse_of_minus_infinity_even_beside_a_sink() -> None:
     hidden = torch.zeros(1, 1, 1, 2, dtype=torch.bool)
     for sinks in (None, torch.tensor([1.0], dtype=F64)):
-        answer = call(
-            softmax_dot_product, row(1.0), row(0.0, LN3), row(4.0, 8.0), visible=hidden, sinks=sinks
-        )
+        answer = call(softmax_dot_product, row(1.0), row(0.0, LN3), row(4.0, 8.0), visible=hidden, sinks=sinks)
         close(answer["out"], 0.0)
         close(answer["weights"], 0.0, 0.0)
         assert answer["lse"].item() == -math.inf
@@ -207,12 +195,7 @@ def test_luong_concat_puts_the_query_first() -> None:
     ln2 = math.log(2)
     parameters = {"W_a": torch.tensor([[[2.0, 6.0]]], dtype=F64), "v_a": torch.tensor([[5.0]], dtype=F64)}
     answer = call(
-        multiplicative,
-        row(ln2 / 4),
-        row(ln2 / 12),
-        row(1.0),
-        options={"score": "concat"},
-        parameters=parameters,
+        multiplicative, row(ln2 / 4), row(ln2 / 12), row(1.0), options={"score": "concat"}, parameters=parameters
     )
     close(answer["lse"], 3.0)
 
@@ -279,10 +262,7 @@ def random_call(name: str, **changes: Any) -> dict[str, Tensor]:
 def test_every_query_row_may_be_computed_on_its_own(name: str) -> None:
     whole = random_call(name)["out"]
     some = random_call(
-        name,
-        query=lambda x: x[:, :, 1:3],
-        visible=lambda x: x[:, :, 1:3],
-        positions=lambda p: (p[0][:, 1:3], p[1]),
+        name, query=lambda x: x[:, :, 1:3], visible=lambda x: x[:, :, 1:3], positions=lambda p: (p[0][:, 1:3], p[1])
     )["out"]
     torch.testing.assert_close(some, whole[:, :, 1:3], rtol=1e-13, atol=1e-14)
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlab.formulas import (
-    delta_rule,
-    linearised,
-)
+from attnlab.formulas import delta_rule, linearised
 
 F64 = torch.float64
 LN3 = math.log(3)
@@ -73,9 +70,7 @@ def test_features_that_are_all_zero_give_zero_rather_than_a_quotient_of_zeros() 
 
 
 def test_exp_features_far_out_of_range_keep_their_ratio() -> None:
-    answer = call(
-        linearised, row(800.0), row(-2000.0, -2000.0 + LN3), row(4.0, 8.0), options={"feature_map": "exp"}
-    )
+    answer = call(linearised, row(800.0), row(-2000.0, -2000.0 + LN3), row(4.0, 8.0), options={"feature_map": "exp"})
     torch.testing.assert_close(answer["out"].flatten(), torch.tensor([7.0], dtype=F64), rtol=1e-12, atol=0)
 
 

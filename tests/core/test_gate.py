@@ -58,9 +58,7 @@ class Mean(Attention):
     """The mean of all values, or of those up to the query: as little as a variant can declare."""
 
     formula = "mean"
-    capabilities = Capabilities(
-        causal=True, backward=True, dtypes=frozenset({"float32"}), devices=frozenset({"cpu"})
-    )
+    capabilities = Capabilities(causal=True, backward=True, dtypes=frozenset({"float32"}), devices=frozenset({"cpu"}))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Any) -> AttentionOutput:
         if call.visibility is None:
@@ -115,10 +113,7 @@ def test_every_reason_is_listed_not_only_the_first(registry: Registry) -> None:
 
 def test_a_refusal_names_the_variants_of_the_formula_that_could_serve(registry: Registry) -> None:
     q, k, v = inputs()
-    with pytest.raises(
-        UnsupportedRequest,
-        match=r"formula softmax_dot_product that declare it: chunked, dot_product$",
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"formula softmax_dot_product that declare it: chunked, dot_product$"):
         attend(q, k, v, "flash", need_weights=True)
 
 
@@ -128,9 +123,7 @@ def test_a_refusal_that_nobody_could_serve_says_so(registry: Registry) -> None:
         attend(q, k, v, "linearised", window=(1, 0))
 
 
-def test_a_broken_registry_costs_a_refusal_its_hint_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_broken_registry_costs_a_refusal_its_hint_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Registry:
         raise PluginError("no registry today")
 
@@ -191,9 +184,7 @@ def test_lengths_that_differ_are_a_capability() -> None:
         ({"key_dim": 6}, "d_q=4 beside key width d_k=6"),
     ],
 )
-def test_sizes_that_are_not_declared_are_refused_when_the_variant_is_made(
-    sizes: dict[str, int], words: str
-) -> None:
+def test_sizes_that_are_not_declared_are_refused_when_the_variant_is_made(sizes: dict[str, int], words: str) -> None:
     with pytest.raises(UnsupportedRequest, match=words):
         Mean(**{"num_heads": H, "head_dim": D, **sizes})
 
@@ -379,9 +370,7 @@ def test_more_shapes_than_are_remembered_are_still_served() -> None:
 
 def test_a_variants_own_calls_are_judged_with_the_mask_object_as_with_loose_arguments() -> None:
     variant, (q, k, v) = Mean(num_heads=H, head_dim=D), inputs()
-    assert torch.equal(
-        variant(q, k, v, mask=AttentionMask(causal=True)).out, variant(q, k, v, causal=True).out
-    )
+    assert torch.equal(variant(q, k, v, mask=AttentionMask(causal=True)).out, variant(q, k, v, causal=True).out)
     with pytest.raises(UnsupportedRequest, match=r"window=\(left, right\)"):
         variant(q, k, v, mask=AttentionMask(window=(1, 1)))
 

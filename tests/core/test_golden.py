@@ -13,11 +13,11 @@ import torch
 
 import attnlab
 from attnlab import GoldenCase
-from attnlab.conformance.cases import case as conformance_case
 from attnlab.conformance.checks.golden import check_golden_cases_are_reproduced
-from attnlab.conformance.mutants._methods import TextbookAdditive, TextbookLuong
+from attnlab.conformance.oracle.cases import case as conformance_case
 from attnlab.errors import PluginError
 from attnlab.formulas import DEFINITIONS, golden, golden_cases, unverified
+from attnlab_evaluations.suite_proof.mutants._methods import TextbookAdditive, TextbookLuong
 
 FILE = Path(golden.__file__).with_name("golden.json")
 
@@ -53,9 +53,7 @@ def _sees(case: Mapping[str, Any], b: int, i: int, j: int) -> bool:
     return j <= at if arguments.get("causal") else True
 
 
-def _score(
-    formula: str, options: Mapping[str, Any], w: Mapping[str, Any], h: int, q: Row, k: Row, j: int
-) -> float:
+def _score(formula: str, options: Mapping[str, Any], w: Mapping[str, Any], h: int, q: Row, k: Row, j: int) -> float:
     if formula in DOT:
         return _dot(q, k)
     if formula == "additive":
@@ -257,9 +255,7 @@ def test_a_variant_without_a_definition_is_unverified_and_its_machinery_is_check
 
 
 def test_a_definition_with_one_golden_case_is_unverified_with_the_count() -> None:
-    assert unverified(OneGolden(num_heads=2, head_dim=4)) == (
-        "its definition has 1 golden case, 3 or more verify it"
-    )
+    assert unverified(OneGolden(num_heads=2, head_dim=4)) == ("its definition has 1 golden case, 3 or more verify it")
 
 
 def test_a_golden_case_made_for_another_option_is_left_out() -> None:
@@ -270,14 +266,10 @@ def test_a_golden_case_made_for_another_option_is_left_out() -> None:
 def test_plain_attention_without_a_definition_is_told_what_could_not_be_judged() -> None:
     class Plain(attnlab.Attention):
         formula = "anything"
-        capabilities = attnlab.Capabilities(
-            dtypes=frozenset({"float32"}), devices=frozenset({"cpu"}), backward=True
-        )
+        capabilities = attnlab.Capabilities(dtypes=frozenset({"float32"}), devices=frozenset({"cpu"}), backward=True)
 
         def attend(self, query, key, value, call):  # type: ignore[no-untyped-def]
-            return attnlab.AttentionOutput(
-                value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1).clone()
-            )
+            return attnlab.AttentionOutput(value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1).clone())
 
     results = attnlab.run_checks(Plain, only=["values"], quick=True)
     assert {r.status for r in results} == {"not applicable"}

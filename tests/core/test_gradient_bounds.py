@@ -55,9 +55,7 @@ def _largest(module: Any, x: Tensor, **arguments: Any) -> float:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
-def test_small_and_equal_tokens_have_bounded_gradients(
-    name: str, options: dict[str, Any], causal: bool
-) -> None:
+def test_small_and_equal_tokens_have_bounded_gradients(name: str, options: dict[str, Any], causal: bool) -> None:
     module = attnlab.MultiHeadAttention(16, 2, variant=name, **options)
     most = MOST_OF_SHRINKING if name in SHRINKING else MOST
     usual = _largest(module, _tokens("usual"), causal=causal)
@@ -71,9 +69,7 @@ UNNORMALISED = ("fast_weights", "gated", "retention")
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
-def test_huge_tokens_give_finite_outputs_and_gradients(
-    name: str, options: dict[str, Any], causal: bool
-) -> None:
+def test_huge_tokens_give_finite_outputs_and_gradients(name: str, options: dict[str, Any], causal: bool) -> None:
     module = attnlab.MultiHeadAttention(16, 2, variant=name, **options)
     kinds = ["1e4", "65504"]
     if name not in (*UNNORMALISED, "linearised_exp", "linearised_dpfp"):
@@ -116,16 +112,11 @@ def test_unit_length_is_what_it_says(dtype: torch.dtype) -> None:
         unit_length(x).double(), want, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny
     )
     largest = torch.full((1, 8), torch.finfo(dtype).max, dtype=dtype)
-    torch.testing.assert_close(
-        unit_length(largest).double(), torch.full((1, 8), 8**-0.5).double(), rtol=1e-2, atol=0
-    )
+    torch.testing.assert_close(unit_length(largest).double(), torch.full((1, 8), 8**-0.5).double(), rtol=1e-2, atol=0)
 
 
 def test_unit_length_has_its_derivative() -> None:
-    x = (
-        torch.randn(5, 8, dtype=torch.float64)
-        * torch.tensor([1e-4, 1e-3, 1, 3, 1e3], dtype=torch.float64)[:, None]
-    )
+    x = torch.randn(5, 8, dtype=torch.float64) * torch.tensor([1e-4, 1e-3, 1, 3, 1e3], dtype=torch.float64)[:, None]
     assert torch.autograd.gradcheck(unit_length, (x.requires_grad_(),), eps=1e-8, atol=1e-5, rtol=1e-4)
     zero = torch.zeros(8, requires_grad=True)
     unit_length(zero)[0].backward()

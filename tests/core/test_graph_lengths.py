@@ -28,9 +28,7 @@ class _Model(nn.Module):
         super().__init__()
         self.attention, self.causal = attnlab.create(name, num_heads=2, head_dim=8), causal
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], lengths: Tensor | None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], lengths: Tensor | None) -> Tensor:
         more: dict[str, Any] = {"gates": gates} if gates else {}
         if lengths is not None:
             more["key_lengths"] = lengths
@@ -53,9 +51,7 @@ def _inputs(model: _Model, length: int, padded: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("traced_at", [10, 100])
 @pytest.mark.parametrize(("causal", "padded"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("name", _claims("exports"))
-def test_one_exported_program_serves_every_length(
-    name: str, causal: bool, padded: bool, traced_at: int
-) -> None:
+def test_one_exported_program_serves_every_length(name: str, causal: bool, padded: bool, traced_at: int) -> None:
     _check_exported(name, causal, padded, traced_at)
 
 
@@ -69,13 +65,7 @@ def _check_exported(name: str, causal: bool, padded: bool, traced_at: int) -> No
     inputs = _inputs(model, traced_at, padded)
     longest = LONGEST.get(name, 4096)
     length = torch.export.Dim("length", min=2, max=longest)
-    shapes = (
-        {2: length},
-        {2: length},
-        {2: length},
-        {key: {2: length} for key in inputs[3]},
-        {} if padded else None,
-    )
+    shapes = ({2: length}, {2: length}, {2: length}, {key: {2: length} for key in inputs[3]}, {} if padded else None)
     program = torch.export.export(model, inputs, dynamic_shapes=shapes).module()
     for n in LENGTHS:
         if n <= longest:

@@ -59,9 +59,7 @@ def nothing_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_BUILT_IN", ("none", "no_such_package_of_attnlab.plugin", "attnlab"))
     real = hooks.announcements
     monkeypatch.setattr(
-        hooks,
-        "announcements",
-        lambda group: ([p for p in real(group)[0] if p.owner.startswith("stranger")], []),
+        hooks, "announcements", lambda group: ([p for p in real(group)[0] if p.owner.startswith("stranger")], [])
     )
 
 
@@ -120,9 +118,7 @@ def test_an_interrupt_while_a_plugin_loads_passes(install: Install) -> None:
 
 @pytest.mark.usefixtures("nothing_built_in")
 @pytest.mark.parametrize("listed", ["noisy", "stranger-noisy", "Stranger_Noisy"])
-def test_a_disabled_plugin_is_not_imported(
-    install: Install, monkeypatch: pytest.MonkeyPatch, listed: str
-) -> None:
+def test_a_disabled_plugin_is_not_imported(install: Install, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
     install_hooks(install, "noisy", "raise SystemExit")
     monkeypatch.setenv("ATTNLAB_DISABLE", listed)
     assert load_plugins().load_errors == []
@@ -160,9 +156,7 @@ def test_two_distributions_may_call_their_entry_points_alike() -> None:
     ],
 )
 def test_a_hook_that_misbehaves_costs_only_its_own_items(returns: Any, reason: str) -> None:
-    first, bad, last = (
-        plugin("attnlab_commands", r) for r in ([command("shout")], returns, [command("last")])
-    )
+    first, bad, last = (plugin("attnlab_commands", r) for r in ([command("shout")], returns, [command("last")]))
     manager = manager_with(("first", first), ("bad", bad), ("last", last))
     assert [c.name for c in manager.gather("attnlab_commands")] == ["shout", "last"]
     assert [str(e) for e in manager.load_errors] == [f"plugin 'bad' of some-dist: {reason}"]
@@ -186,9 +180,7 @@ def test_a_wrapper_is_refused_since_hooks_only_return_values() -> None:
 
 
 def test_asking_for_an_unknown_hook_names_the_nearest() -> None:
-    with pytest.raises(
-        PluginError, match=r"there is no hook 'attnlab_metric'; did you mean 'attnlab_metrics'"
-    ):
+    with pytest.raises(PluginError, match=r"there is no hook 'attnlab_metric'; did you mean 'attnlab_metrics'"):
         PluginManager().gather("attnlab_metric")
 
 
@@ -207,9 +199,7 @@ def test_the_list_of_hooks_is_complete() -> None:
 
 
 def test_a_command_configures_a_parser_and_gives_an_exit_code() -> None:
-    shout = Command(
-        "shout", "says it louder", lambda p: p.add_argument("word") and None, lambda a: len(a.word)
-    )
+    shout = Command("shout", "says it louder", lambda p: p.add_argument("word") and None, lambda a: len(a.word))
     parser = argparse.ArgumentParser()
     shout.configure(parser)
     assert shout.run(parser.parse_args(["hey"])) == 3

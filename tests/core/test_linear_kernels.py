@@ -37,13 +37,7 @@ pytestmark = pytest.mark.usefixtures("launched")
 
 def made(kind: str) -> Any:
     variant = create(
-        "linearised",
-        num_heads=H,
-        num_kv_heads=HKV,
-        head_dim=D,
-        value_dim=DV,
-        feature_map=kind,
-        **MAPS[kind],
+        "linearised", num_heads=H, num_kv_heads=HKV, head_dim=D, value_dim=DV, feature_map=kind, **MAPS[kind]
     )
     with torch.no_grad():
         for parameter in variant.parameters():
@@ -83,9 +77,7 @@ def by_variant(variant: Any, inputs: list[Tensor], direction: Tensor, run: Any) 
     return [x.detach().double() for x in (out, *grads)]
 
 
-def compare(
-    variant: Any, inputs: list[Tensor], run: Any, offset: Any = 0, present: Tensor | None = None
-) -> None:
+def compare(variant: Any, inputs: list[Tensor], run: Any, offset: Any = 0, present: Tensor | None = None) -> None:
     """At most twice the error of the same sums in float32 by torch, and 8 roundings of the largest number.
 
     A gradient is the difference of what passes through the numerator and through the normaliser, and rounded as these two are.
@@ -130,9 +122,7 @@ def test_padding_is_in_no_sum(kind: str, side: str, launched: list[str]) -> None
 
 
 @of_maps
-def test_a_state_goes_on_from_a_prefill_and_a_step_is_none_of_the_kernels(
-    kind: str, launched: list[str]
-) -> None:
+def test_a_state_goes_on_from_a_prefill_and_a_step_is_none_of_the_kernels(kind: str, launched: list[str]) -> None:
     variant = made(kind)
 
     def run(*inputs: Tensor) -> Tensor:
@@ -150,9 +140,7 @@ def test_a_state_goes_on_from_a_prefill_and_a_step_is_none_of_the_kernels(
 @pytest.mark.parametrize("offset", [17, -3, torch.tensor([17, 4])], ids=["later", "before", "each"])
 def test_queries_at_an_offset_read_what_they_see(offset: Any, launched: list[str]) -> None:
     variant = made("elu")
-    compare(
-        variant, drawn(20), lambda q, k, v: variant(q, k, v, causal=True, offset=offset).out, offset=offset
-    )
+    compare(variant, drawn(20), lambda q, k, v: variant(q, k, v, causal=True, offset=offset).out, offset=offset)
     assert launched == FORWARD + BACKWARD
 
 
@@ -176,9 +164,7 @@ def test_sums_without_a_normaliser_are_those_of_torch(launched: list[str]) -> No
         seen += linear.causal_linear_blocks(block, L, *start, normalise=False)
     assert launched == ["forward_kernel"]
     for mine, right in zip(seen[:3], seen[3:], strict=True):
-        torch.testing.assert_close(
-            mine.double(), right, rtol=0, atol=8 * UNIT * L**0.5 * right.abs().max().item()
-        )
+        torch.testing.assert_close(mine.double(), right, rtol=0, atol=8 * UNIT * L**0.5 * right.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

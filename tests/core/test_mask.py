@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from attnlab import AttentionMask, InvalidInput
-from attnlab.conformance.visibility import Rules, dense
+from attnlab.conformance.oracle.visibility import Rules, dense
 
 BATCH, HEADS = 2, 2
 
@@ -65,9 +65,7 @@ def parts(draw: st.DrawFn) -> dict[str, Any]:
 
 def sorted_rows(ids: list[list[int]]) -> list[list[int]]:
     """Segments lie side by side; the absent ones may stand at either end."""
-    return [
-        sorted(row) if index % 2 else sorted(row, key=lambda i: (i < 0, i)) for index, row in enumerate(ids)
-    ]
+    return [sorted(row) if index % 2 else sorted(row, key=lambda i: (i < 0, i)) for index, row in enumerate(ids)]
 
 
 def as_mask(chosen: dict[str, Any]) -> AttentionMask:
@@ -100,12 +98,7 @@ def test_every_tile_is_that_part_of_the_whole(chosen: dict[str, Any]) -> None:
 
     lq, lk = chosen["queries"], chosen["keys"]
     seen = Visibility.resolve(
-        as_mask(chosen),
-        batch=BATCH,
-        num_heads=HEADS,
-        query_length=lq,
-        key_length=lk,
-        device=torch.device("cpu"),
+        as_mask(chosen), batch=BATCH, num_heads=HEADS, query_length=lq, key_length=lk, device=torch.device("cpu")
     )
     # Rows of absent queries are the gate's to zero: tiles speak of present queries only.
     whole = seen.dense().expand(BATCH, HEADS, lq, lk)

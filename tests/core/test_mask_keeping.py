@@ -140,9 +140,7 @@ def test_a_graph_keeps_nothing():
     torch._dynamo.reset()
     kept = AttentionMask(causal=True, offset=0, key_mask=PRESENT).keeping()
     query, key, value = (x.detach() for x in inputs())
-    graph = torch.compile(
-        lambda q, k, v: attnlab.attention(q, k, v, mask=kept), backend="eager", fullgraph=True
-    )
+    graph = torch.compile(lambda q, k, v: attnlab.attention(q, k, v, mask=kept), backend="eager", fullgraph=True)
     found = graph(query, key, value)
     assert not kept.kept.found
     torch.testing.assert_close(found, attnlab.attention(query, key, value, mask=kept))

@@ -45,9 +45,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", ["additive", "multiplicative_concat"])
-def test_an_additive_score_never_forms_every_pair_by_its_hidden_size(
-    small_tiles: None, name: str, grad: bool
-) -> None:
+def test_an_additive_score_never_forms_every_pair_by_its_hidden_size(small_tiles: None, name: str, grad: bool) -> None:
     length, hidden = 64, 16
     variant = create(name, num_heads=H, head_dim=D, hidden_size=hidden)
     with Largest() as made, torch.set_grad_enabled(grad):
@@ -97,9 +95,7 @@ def test_padding_alone_builds_no_mask_of_every_pair() -> None:
     assert made.elements < 2 * length * length / 16
 
 
-def test_a_window_scores_only_the_tiles_that_it_touches(
-    small_tiles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_scores_only_the_tiles_that_it_touches(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     scored = []
     plain = tiled._Job.scores
 

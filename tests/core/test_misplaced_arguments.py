@@ -19,9 +19,7 @@ class Bare(Attention):
 
 
 def test_a_bare_tensor_is_told_with_what_to_write() -> None:
-    with pytest.raises(
-        PluginError, match=r"must return an AttentionOutput, got a Tensor; write `return attnlab\.A"
-    ):
+    with pytest.raises(PluginError, match=r"must return an AttentionOutput, got a Tensor; write `return attnlab\.A"):
         Bare(num_heads=2, head_dim=4)(*torch.randn(3, 1, 2, 5, 4))
 
 
@@ -32,9 +30,7 @@ def test_the_checks_tell_it_once() -> None:
 
 @pytest.mark.parametrize("call", [attnlab.attend, attnlab.attention])
 def test_an_option_given_to_a_call_points_to_create(call: object) -> None:
-    with pytest.raises(
-        InvalidInput, match=r"attnlab\.create\('sliding_window', num_heads=2, head_dim=4, left=3\)"
-    ):
+    with pytest.raises(InvalidInput, match=r"attnlab\.create\('sliding_window', num_heads=2, head_dim=4, left=3\)"):
         call(*torch.randn(3, 1, 2, 5, 4), variant="sliding_window", causal=True, left=3)  # type: ignore[operator]
 
 

@@ -50,9 +50,7 @@ def twins(**options: Any) -> tuple[MultiHeadAttention, nn.MultiheadAttention]:
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "unbiased"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["BLE", "LBE"])
-def test_it_equals_torchs_module_with_the_same_weights(
-    batch_first: bool, bias: bool, grad: bool, train: bool
-) -> None:
+def test_it_equals_torchs_module_with_the_same_weights(batch_first: bool, bias: bool, grad: bool, train: bool) -> None:
     ours, theirs = twins(batch_first=batch_first, bias=bias)
     query, memory = x(4), x(L)
     hidden = torch.tensor([[False] * L, [False, False, True, True, False, True]])
@@ -88,9 +86,7 @@ def test_gradients_of_the_projections_equal_torchs_where_a_row_sees_nothing() ->
     visible = allowed.clone()
     visible[2] = True  # torch's row 2 sees something, and its output is not looked at
     theirs(inputs, inputs, inputs, attn_mask=~visible)[0][:, keep].square().sum().backward()
-    got = torch.cat(
-        [p.weight.grad for p in (ours.query_projection, ours.key_projection, ours.value_projection)]
-    )
+    got = torch.cat([p.weight.grad for p in (ours.query_projection, ours.key_projection, ours.value_projection)])
     torch.testing.assert_close(got, theirs.in_proj_weight.grad, **CLOSE)
 
 
@@ -232,9 +228,7 @@ def test_autocast_gives_bfloat16_near_the_float32_answer(name: str) -> None:
         got = module(inputs, causal=True).out
     assert got.dtype == torch.bfloat16
     # Four products of 12 terms of order 1 with inputs rounded to 8 bits: 16 roundings of 2^-8.
-    torch.testing.assert_close(
-        got.float(), wanted, atol=16 * 2**-8 * float(wanted.detach().abs().max()), rtol=0
-    )
+    torch.testing.assert_close(got.float(), wanted, atol=16 * 2**-8 * float(wanted.detach().abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -292,10 +286,7 @@ def made(**options: Any) -> MultiHeadAttention:
         ({"num_kv_heads": 2}, "num_heads must be a multiple of num_kv_heads, got 3 and 2"),
         ({"variant": "linearised", "dropout": 0.1}, "linearised declares no dropout"),
         ({"hidden_size": 3}, "unknown option 'hidden_size'"),
-        (
-            {"variant": create("dot_product", num_heads=2, head_dim=4)},
-            "num_heads must be the 2 of the variant",
-        ),
+        ({"variant": create("dot_product", num_heads=2, head_dim=4)}, "num_heads must be the 2 of the variant"),
         (
             {"variant": create("dot_product", num_heads=3, head_dim=4), "num_kv_heads": 1},
             r"options go with a name.*\['num_kv_heads'\]",

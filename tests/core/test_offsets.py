@@ -52,16 +52,9 @@ def test_lengths_that_differ_leave_no_offset_without_a_reader() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "options"),
-    [
-        ("multiplicative", {}),
-        ("multiplicative_location", {}),
-        ("multiplicative_local_p", {}),
-        ("additive", {}),
-    ],
+    [("multiplicative", {}), ("multiplicative_location", {}), ("multiplicative_local_p", {}), ("additive", {})],
 )
-def test_variants_that_do_not_read_where_queries_stand_refuse_it(
-    variant: str, options: dict[str, Any]
-) -> None:
+def test_variants_that_do_not_read_where_queries_stand_refuse_it(variant: str, options: dict[str, Any]) -> None:
     made = attnlab.create(variant, num_heads=2, head_dim=4, **options)
     with pytest.raises(InvalidInput, match="offset says where queries stand"):
         made(*tokens(), offset=3)
@@ -95,9 +88,7 @@ def test_a_state_may_be_told_where_it_stands_and_nothing_else() -> None:
 )
 def test_a_rule_of_the_call_reads_it(reader: dict[str, Any]) -> None:
     x = tokens()
-    assert not torch.equal(
-        attnlab.attention(*x, **reader, offset=2), attnlab.attention(*x, **reader, offset=0)
-    )
+    assert not torch.equal(attnlab.attention(*x, **reader, offset=2), attnlab.attention(*x, **reader, offset=0))
 
 
 @pytest.mark.parametrize(

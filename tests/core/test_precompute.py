@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlab import InvalidInput, UnsupportedRequest, create
-from attnlab.conformance.watching import DispatchMode
+from attnlab.conformance.checks._watching import DispatchMode
 
 VARIANTS = [
     ("additive", {"hidden_size": 5}),
@@ -88,8 +88,7 @@ def test_a_decoding_step_projects_its_own_token_alone(name: str, options: dict[s
 def test_what_does_not_fit_is_refused() -> None:
     variant, (query, key, value) = made("additive", {})
     with pytest.raises(
-        InvalidInput,
-        match=r"precompute takes floating-point key \[B, 2, Lk, 8\] .*, got torch.float64 \[3, 4, 9, 8\]",
+        InvalidInput, match=r"precompute takes floating-point key \[B, 2, Lk, 8\] .*, got torch.float64 \[3, 4, 9, 8\]"
     ):
         variant.precompute(key.repeat(1, 2, 1, 1))
     with pytest.raises(InvalidInput, match=r"precompute takes floating-point key .* got list"):
@@ -116,18 +115,13 @@ def test_a_state_made_for_other_heads_is_refused() -> None:
 @pytest.mark.parametrize(("name", "options"), VARIANTS[:1] + VARIANTS[2:3], ids=str)
 def test_absent_slots_reach_no_parameter(name: str, options: dict[str, Any], said: str) -> None:
     variant, (query, key, value) = made(name, options)
-    absent = {
-        "key_lengths": torch.tensor([9, 4, 0]),
-        "key_mask": torch.arange(9) < torch.tensor([[9], [4], [0]]),
-    }[said]
+    absent = {"key_lengths": torch.tensor([9, 4, 0]), "key_mask": torch.arange(9) < torch.tensor([[9], [4], [0]])}[said]
     out = variant(query, key, value, **{said: absent}).out
     wanted = torch.autograd.grad(out.square().sum(), list(variant.parameters()))
     hole = torch.arange(9)[None, :] >= torch.tensor([[9], [4], [0]])
     key, value = (x.masked_fill(hole[:, None, :, None], torch.nan) for x in (key, value))
     out = variant.precompute(key, **{said: absent})(query, value, **{said: absent}).out
-    for mine, right in zip(
-        torch.autograd.grad(out.square().sum(), list(variant.parameters())), wanted, strict=True
-    ):
+    for mine, right in zip(torch.autograd.grad(out.square().sum(), list(variant.parameters())), wanted, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
 
 
@@ -146,7 +140,5 @@ def test_a_cache_of_projected_keys_is_of_no_use_to_others() -> None:
     variant, inputs = made("additive", {})
     state = variant(*(x[:, :, :1] for x in inputs), state=variant.init_state(3, dtype=torch.float64)).state
     other, _ = made("dot_product", {})
-    with pytest.raises(
-        InvalidInput, match="must be a CacheState from its own init_state, got a ProjectedState"
-    ):
+    with pytest.raises(InvalidInput, match="must be a CacheState from its own init_state, got a ProjectedState"):
         other(*(x[:, :, :1] for x in inputs), state=state)

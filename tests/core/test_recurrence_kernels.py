@@ -56,9 +56,7 @@ def by_engine(*tensors: Tensor | None, **named: Tensor) -> tuple[Tensor | None, 
     return chunked_recurrence(**given, corrects=given["beta"] is not None, recording=True)
 
 
-def drawn(
-    shape: tuple[int, ...], decay: str = "", asked: bool = True, corrects: bool = False
-) -> dict[str, Tensor]:
+def drawn(shape: tuple[int, ...], decay: str = "", asked: bool = True, corrects: bool = False) -> dict[str, Tensor]:
     """Where writing corrects, keys of unit length, and strengths of which some are 0 and some 1."""
     b, groups, length, d, e = shape
     made = {
@@ -157,14 +155,7 @@ def test_outputs_states_and_gradients_are_those_of_the_loop(
 ) -> None:
     compare(drawn(shape, decay, corrects=corrects))
     solve = ["solve_kernel"] * corrects
-    assert launched == [
-        *solve,
-        "forward_kernel",
-        *solve,
-        "backward_kernel",
-        "backward_kernel",
-        "forward_kernel",
-    ]
+    assert launched == [*solve, "forward_kernel", *solve, "backward_kernel", "backward_kernel", "forward_kernel"]
 
 
 @both
@@ -204,9 +195,7 @@ def test_shipped_chunks_give_the_same(decay: str, corrects: bool, monkeypatch: p
 
 @both
 @pytest.mark.parametrize("unused", ["out", "last"])
-def test_where_nothing_depends_on_one_result_gradients_are_those_of_the_other(
-    unused: str, corrects: bool
-) -> None:
+def test_where_nothing_depends_on_one_result_gradients_are_those_of_the_other(unused: str, corrects: bool) -> None:
     given = drawn((1, 2, 37, 5, 20), "mild", corrects=corrects)
 
     def partly(recurrence: Any) -> Any:
@@ -275,9 +264,7 @@ def test_second_derivatives_are_those_of_the_formula(corrects: bool) -> None:
 
     def second(recurrence: Any) -> tuple[Tensor, ...]:
         out, last = recurrence(**leaves)
-        first = torch.autograd.grad(
-            out.square().sum() + last.pow(3).sum(), list(leaves.values()), create_graph=True
-        )
+        first = torch.autograd.grad(out.square().sum() + last.pow(3).sum(), list(leaves.values()), create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), list(leaves.values()))
 
     for mine, right in zip(second(by_engine), second(by_loop), strict=True):
@@ -311,9 +298,7 @@ def test_the_kernels_read_half_precision_and_sum_in_float32(dtype: torch.dtype, 
 
 @both
 @pytest.mark.parametrize("shape", [(1, 2, 0, 5, 3), (0, 2, 4, 5, 3)], ids=str)
-def test_without_tokens_the_state_stays_and_gradients_are_zero(
-    shape: tuple[int, ...], corrects: bool
-) -> None:
+def test_without_tokens_the_state_stays_and_gradients_are_zero(shape: tuple[int, ...], corrects: bool) -> None:
     compare(drawn(shape, "mild", corrects=corrects))
     by_engine(*(drawn((1, 1, 1, 1, 1)).get(n) for n in ORDER))  # no item launches nothing
 

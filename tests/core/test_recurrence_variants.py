@@ -56,6 +56,4 @@ def test_the_variants_answer_and_train_as_by_the_loop(
     exact = run(torch.float64)
     assert len(launched) == count
     for mine, right in zip(by_kernels, exact, strict=True):
-        torch.testing.assert_close(
-            mine.double(), right, rtol=2e-5, atol=2e-5 * max(1.0, right.abs().max().item())
-        )
+        torch.testing.assert_close(mine.double(), right, rtol=2e-5, atol=2e-5 * max(1.0, right.abs().max().item()))

@@ -28,9 +28,7 @@ def test_decoding_with_a_trained_bias_or_sink_keeps_what_backward_needs(extra):
 def test_a_score_mod_that_is_undefined_at_hidden_pairs_harms_no_gradient():
     x = torch.randn(1, 1, 5, 4, generator=torch.Generator().manual_seed(0))
     query = x.clone().requires_grad_()
-    out = attnlab.attention(
-        query, x, x, causal=True, score_mod=lambda s, b, h, q, k: s / (q - k + 1).float().sqrt()
-    )
+    out = attnlab.attention(query, x, x, causal=True, score_mod=lambda s, b, h, q, k: s / (q - k + 1).float().sqrt())
     out.sum().backward()
     assert query.grad.isfinite().all()
 

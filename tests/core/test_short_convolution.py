@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnlab import AttentionMask, InvalidInput, MultiHeadAttention, UnsupportedRequest, create
-from attnlab.short_convolution import ShortConvolution
+from attnlab.layers.short_convolution import ShortConvolution
 
 B, L, E, H, K = 3, 9, 12, 3, 4
 VARIANTS = ["dot_product", "linearised", "delta_rule", "gated", "gated_delta", "sliding_window"]
@@ -157,9 +157,7 @@ def test_decoding_goes_on_behind_padding_as_if_there_were_none(variant: str) -> 
         torch.testing.assert_close(out[b], module(alone, causal=True).out[0, length:], **CLOSE)
 
 
-@pytest.mark.parametrize(
-    "ids", [[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 0, 1, 2, 0, 1, 2, -1]], ids=["packed", "mixed"]
-)
+@pytest.mark.parametrize("ids", [[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 0, 1, 2, 0, 1, 2, -1]], ids=["packed", "mixed"])
 def test_nothing_leaks_between_segments(ids: list[int]) -> None:
     module, inputs, tokens = made("dot_product"), x(), torch.tensor(ids)
     segments = (tokens.expand(B, L), tokens.expand(B, L))
@@ -211,13 +209,9 @@ def test_the_other_layout_and_autocast_work() -> None:
     module = module.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, _, _, state = module(inputs.float(), causal=True, state=module.init_state(B))
-        assert (
-            module(inputs[:, :1].float(), causal=True, state=state).out.dtype == out.dtype == torch.bfloat16
-        )
+        assert module(inputs[:, :1].float(), causal=True, state=state).out.dtype == out.dtype == torch.bfloat16
     # As without a convolution (test_modules), and its output rounded once more.
-    torch.testing.assert_close(
-        out.double(), wanted, atol=20 * 2**-8 * float(wanted.detach().abs().max()), rtol=0
-    )
+    torch.testing.assert_close(out.double(), wanted, atol=20 * 2**-8 * float(wanted.detach().abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -227,22 +221,15 @@ def test_it_compiles_without_a_break(padded: bool) -> None:
 
     def two_calls(inputs: Tensor) -> Tensor:
         first = module(
-            inputs[:, :4],
-            causal=True,
-            key_mask=present[:, :4] if padded else None,
-            state=module.init_state(B),
+            inputs[:, :4], causal=True, key_mask=present[:, :4] if padded else None, state=module.init_state(B)
         )
-        later = module(
-            inputs[:, 4:], causal=True, key_mask=present[:, 4:] if padded else None, state=first.state
-        )
+        later = module(inputs[:, 4:], causal=True, key_mask=present[:, 4:] if padded else None, state=first.state)
         return torch.cat([first.out, later.out], 1)
 
     compiled = torch.compile(two_calls, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(inputs), two_calls(inputs), **CLOSE)
-        torch.testing.assert_close(
-            two_calls(inputs), module(inputs, causal=True, key_mask=present).out, **CLOSE
-        )
+        torch.testing.assert_close(two_calls(inputs), module(inputs, causal=True, key_mask=present).out, **CLOSE)
 
 
 def test_without_it_nothing_is_added() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import attnlab
 from attnlab import ScoreAttention
-from attnlab.conformance.watching import DispatchMode
+from attnlab.conformance.checks._watching import DispatchMode
 from attnlab.engines.softmax_values import softmax_values
 
 
@@ -117,7 +117,5 @@ def test_tracers_see_torchs_own_functions() -> None:
     run = lambda q, k, v: made(q, k, v, softcap=2.0).out  # noqa: E731
     torch.testing.assert_close(make_fx(run)(*given)(*given), run(*given))
     whole = torch.autograd.functional.jacobian(run, tuple(given))
-    for mine, wanted in zip(
-        torch.autograd.functional.jacobian(run, tuple(given), vectorize=True), whole, strict=True
-    ):
+    for mine, wanted in zip(torch.autograd.functional.jacobian(run, tuple(given), vectorize=True), whole, strict=True):
         torch.testing.assert_close(mine, wanted)

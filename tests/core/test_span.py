@@ -26,12 +26,7 @@ from attnlab.visibility import Visibility
 )
 def test_it_is_what_the_dense_mask_shows(rules: dict[str, Any], side: int) -> None:
     seen = Visibility.resolve(
-        AttentionMask(**rules),
-        batch=2,
-        num_heads=3,
-        query_length=7,
-        key_length=11,
-        device=torch.device("cpu"),
+        AttentionMask(**rules), batch=2, num_heads=3, query_length=7, key_length=11, device=torch.device("cpu")
     )
     first, last = seen.span(side)
     dense = seen.dense().expand(2, 3, 7, 11)

@@ -74,9 +74,7 @@ def test_the_room_of_a_cache_changes_nothing(capacity: int | None, grad: bool) -
     variant, x = made("dot_product"), inputs()
     state = variant.init_state(B, capacity=capacity, dtype=torch.float64)
     with torch.set_grad_enabled(grad):
-        torch.testing.assert_close(
-            decode(variant, x, [2, 1, 1, 3], state), step(variant, x, 0, L).out, **CLOSE
-        )
+        torch.testing.assert_close(decode(variant, x, [2, 1, 1, 3], state), step(variant, x, 0, L).out, **CLOSE)
 
 
 def test_unused_room_may_hold_anything() -> None:
@@ -142,14 +140,8 @@ def test_a_fork_and_its_origin_continue_apart(name: str, fork: str) -> None:
     with torch.no_grad():
         state = step(variant, x, 0, 3, state=variant.init_state(B, capacity=16, dtype=torch.float64)).state
         forked = forks[fork](state)
-        ours, theirs = (
-            step(variant, x, 3, 5, state=state),
-            step(variant, other, 3, 5, state=forked),
-        )
-        ours, theirs = (
-            step(variant, x, 5, L, state=ours.state),
-            step(variant, other, 5, L, state=theirs.state),
-        )
+        ours, theirs = (step(variant, x, 3, 5, state=state), step(variant, other, 3, 5, state=forked))
+        ours, theirs = (step(variant, x, 5, L, state=ours.state), step(variant, other, 5, L, state=theirs.state))
     torch.testing.assert_close(ours.out, step(variant, x, 0, L).out[:, :, 5:], **CLOSE)
     torch.testing.assert_close(theirs.out, step(variant, other, 0, L).out[:, :, 5:], **CLOSE)
 
@@ -266,11 +258,7 @@ def test_a_state_keeps_no_memory_of_the_callers_mask(kept: str) -> None:
 
     def part(start: int, stop: int) -> dict[str, Any]:
         own = ids[:, start:stop].clone()
-        return (
-            {"key_mask": mask[:, start:stop].clone()}
-            if kept == "key_mask"
-            else {"segments": (own, own.clone())}
-        )
+        return {"key_mask": mask[:, start:stop].clone()} if kept == "key_mask" else {"segments": (own, own.clone())}
 
     whole = step(variant, x, 0, L, **part(0, L)).out
     first = part(0, 3)
@@ -304,13 +292,7 @@ def test_a_mask_and_a_bias_span_past_and_new() -> None:
     mask, bias = torch.rand(L, L) < 0.7, torch.randn(1, 1, L, L, dtype=torch.float64)
     whole = step(variant, x, 0, L, mask=mask, bias=bias).out
     state = step(
-        variant,
-        x,
-        0,
-        4,
-        mask=mask[:4, :4],
-        bias=bias[..., :4, :4],
-        state=variant.init_state(B, dtype=torch.float64),
+        variant, x, 0, 4, mask=mask[:4, :4], bias=bias[..., :4, :4], state=variant.init_state(B, dtype=torch.float64)
     ).state
     out = step(variant, x, 4, L, mask=mask[4:], bias=bias[..., 4:, :], state=state).out
     torch.testing.assert_close(out, whole[:, :, 4:], **CLOSE)
@@ -353,13 +335,7 @@ def test_no_sequences_no_new_tokens_and_no_queries_are_served(name: str) -> None
     assert fed.state.length == 4
     # No new tokens: a query at the last position reads them.
     asked = variant(
-        x["q"][:, :, 3:4],
-        x["k"][:, :, :0],
-        x["v"][:, :, :0],
-        causal=True,
-        offset=3,
-        state=fed.state,
-        **gates(0),
+        x["q"][:, :, 3:4], x["k"][:, :, :0], x["v"][:, :, :0], causal=True, offset=3, state=fed.state, **gates(0)
     )
     torch.testing.assert_close(asked.out, step(variant, x, 0, 4).out[:, :, 3:], **CLOSE)
     assert asked.state.length == 4

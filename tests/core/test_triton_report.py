@@ -44,18 +44,7 @@ def test_the_kernels_of_a_training_step_compile_for_hopper() -> None:
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_no_kernel_of_half_precision_spills_or_asks_for_too_much(arch: int) -> None:
-    asked = (
-        "--arch",
-        str(arch),
-        "--call",
-        "additive",
-        "--dtype",
-        "bfloat16",
-        "float16",
-        "--width",
-        "1",
-        "64",
-    )
+    asked = ("--arch", str(arch), "--call", "additive", "--dtype", "bfloat16", "float16", "--width", "1", "64")
     code, rows = compiled(*asked)
     assert code == 0
     assert len(rows) >= 20
@@ -86,9 +75,7 @@ def test_kernels_of_recurrences_compile_without_decays_and_without_queries(width
     assert len(rows) == 2 * len(sums) + 3 * len(corrections)
 
 
-def test_a_kernel_compiled_twice_has_the_worse_of_each_figure(
-    interpreter: None,
-) -> None:
+def test_a_kernel_compiled_twice_has_the_worse_of_each_figure(interpreter: None) -> None:
     from attnlab.engines.triton_report import Row
 
     tile = (32, 16, 4, 1)
@@ -98,19 +85,11 @@ def test_a_kernel_compiled_twice_has_the_worse_of_each_figure(
     assert one.or_worse(other) == other.or_worse(one) == worse
 
 
-def test_each_broken_limit_is_a_fault(
-    interpreter: None,
-) -> None:  # kernels stay interpreted for the tests that follow
+def test_each_broken_limit_is_a_fault(interpreter: None) -> None:  # kernels stay interpreted for the tests that follow
     from attnlab.engines.triton_report import Row
 
     def faults(**changed: Any) -> list[str]:
-        usual: dict[str, Any] = {
-            "arch": 86,
-            "dtype": "bfloat16",
-            "width": 64,
-            "case": "additive",
-            "kernel": "scores",
-        }
+        usual: dict[str, Any] = {"arch": 86, "dtype": "bfloat16", "width": 64, "case": "additive", "kernel": "scores"}
         usual |= {"tile": (64, 64, 4, 1), "registers": 80, "stack": 0, "shared": 0, "spills": 0, "matrix": 0}
         return list(Row(**{**usual, **changed}).faults())
 

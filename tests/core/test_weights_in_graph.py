@@ -87,9 +87,7 @@ def test_the_gradient_of_the_output_reaches_the_weights(name: str, request_name:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
-def test_so_it_is_in_every_dtype_with_the_output_of_a_call_without_weights(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_so_it_is_in_every_dtype_with_the_output_of_a_call_without_weights(name: str, dtype: torch.dtype) -> None:
     variant = attnlab.create(name, num_heads=2, head_dim=8).to(dtype)
     inputs = _inputs(dtype)
     got, want = _gradients(variant, inputs, query_lengths=torch.tensor([L, 4]), causal=True)

@@ -53,9 +53,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", ASKED)
-@pytest.mark.parametrize(
-    "variant", ["dot_product", "chunked", "additive", "multiplicative", "multiplicative_local_p"]
-)
+@pytest.mark.parametrize("variant", ["dot_product", "chunked", "additive", "multiplicative", "multiplicative_local_p"])
 def test_it_gives_what_all_keys_with_the_others_hidden_give(variant: str, what: str) -> None:
     arguments = {"causal": True, "window": (15, 0), **ASKED[what]}
     made, state, new = decoded(variant)

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def machine():
     """What provenance finds, looked for once: an edit while tests run is no other run's business."""
-    from attnlab_evaluations import provenance
+    from attnlab_evaluations.frame import provenance
 
     return provenance.collect(1)
 
@@ -18,9 +18,11 @@ def machine():
 @pytest.fixture
 def run(monkeypatch, machine):
     """`run(out, variants=..., checks=..., workloads=..., lengths=..., ...)`: one `attnlab compare`, its exit code."""
-    from attnlab_evaluations import cells, compare, provenance
-    from attnlab_evaluations.settings import Settings
-    from attnlab_evaluations.workloads.sweep import Sweep
+    from attnlab_evaluations.frame import provenance
+    from attnlab_evaluations.tasks.compare import cells
+    from attnlab_evaluations.tasks.compare import run as compare
+    from attnlab_evaluations.tasks.compare.settings import Settings
+    from attnlab_evaluations.tasks.compare.workloads.sweep import Sweep
 
     # Three rounds of single calls: these tests look at the bookkeeping, not at the times.
     monkeypatch.setattr(cells, "measure", functools.partial(cells.measure, max_rounds=3, sample_seconds=0.0))

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import attnlab
-from attnlab_evaluations import accuracy, peers
-from attnlab_evaluations.problems import Calls, Part, prepare
-from attnlab_evaluations.workloads import WorkloadSettings
-from attnlab_evaluations.workloads.sweep import Sweep, inputs
+from attnlab_evaluations.measure import accuracy
+from attnlab_evaluations.tasks.compare.problems import Calls, Part, prepare
+from attnlab_evaluations.tasks.compare.workloads import WorkloadSettings
+from attnlab_evaluations.tasks.compare.workloads.sweep import Sweep, inputs
+from attnlab_evaluations.tasks.targets import peers
 
 
 def part(length=12, *, causal=False, key_mask=None, batch=2, heads=2, width=8):
@@ -26,9 +27,7 @@ PADDED = torch.tensor([[True] * 12, [True] * 7 + [False] * 5])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_built_in_variants_are_close_to_their_definitions(name, causal, padded):
-    calls = prepare(
-        name, [part(causal=causal, key_mask=PADDED if padded else None)], seed=1, random_gates=True
-    )
+    calls = prepare(name, [part(causal=causal, key_mask=PADDED if padded else None)], seed=1, random_gates=True)
     assert calls.refusal is None
     # float32 over a dozen keys of order 1: a few hundred units in the last place
     found = accuracy.judge_error(calls, draw=0, seconds=600.0)
@@ -61,8 +60,7 @@ def test_the_error_is_the_largest_difference_also_block_by_block(budget):
     assert found.worst == pytest.approx(0.25, abs=1e-5)
     assert found.is_wrong
     assert re.fullmatch(
-        r"error 2\.5e-01 at query row (3|63) of the measured inputs, the bound is \d\.\de-0[56]",
-        found.reason(),
+        r"error 2\.5e-01 at query row (3|63) of the measured inputs, the bound is \d\.\de-0[56]", found.reason()
     )
 
 
@@ -111,9 +109,7 @@ def test_all_rows_are_judged_where_that_fits_and_rows_are_drawn_anew_where_not()
 
 def test_what_claims_no_exactness_has_no_bound():
     instance = Off(num_heads=2, head_dim=8)
-    instance.capabilities = dataclasses.replace(
-        instance.capabilities, exact=False, notes={"exact": "it approximates"}
-    )
+    instance.capabilities = dataclasses.replace(instance.capabilities, exact=False, notes={"exact": "it approximates"})
     instance.wrong_by = 0.5
     assert not accuracy.judge_error(Calls([part(4)], [instance], [None]), draw=0).is_wrong
 
@@ -129,9 +125,7 @@ def test_learned_variants_get_the_same_parameters_for_the_same_seed():
         return torch.cat(
             [
                 p.flatten()
-                for p in prepare("additive", [part()], seed=seed, random_gates=False)
-                .instances[0]
-                .parameters()
+                for p in prepare("additive", [part()], seed=seed, random_gates=False).instances[0].parameters()
             ]
         )
 
@@ -200,9 +194,7 @@ def test_the_chunked_peer_is_causal_linear_attention(length, chunk):
 def test_the_peers_of_the_delta_rule_are_the_delta_rule(chunk):
     query, key, value = (torch.randn(1, 2, 64, 8, dtype=torch.float64) for _ in range(3))
     key, beta = torch.nn.functional.normalize(key, dim=-1), torch.rand(1, 2, 64, dtype=torch.float64)
-    wanted = attnlab.attention(
-        query, key, value, variant="delta_rule", causal=True, scale=1.0, gates={"beta": beta}
-    )
+    wanted = attnlab.attention(query, key, value, variant="delta_rule", causal=True, scale=1.0, gates={"beta": beta})
     for found in (
         peers.chunked_delta(query, key, value, beta, chunk=chunk),
         peers.recurrent_delta(query, key, value, beta),

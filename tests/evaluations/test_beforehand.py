@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from attnlab_evaluations import accuracy, beforehand, memory
-from attnlab_evaluations.estimates import Estimates
-from attnlab_evaluations.problems import Part, Problem, prepare, sketch
-from attnlab_evaluations.rows import NULL, PHASES
-from attnlab_evaluations.workloads import WorkloadSettings
-from attnlab_evaluations.workloads.sweep import Sweep, inputs, outline
+from attnlab_evaluations.frame import beforehand
+from attnlab_evaluations.measure import accuracy, memory
+from attnlab_evaluations.measure.estimates import Estimates
+from attnlab_evaluations.tasks.compare.problems import Part, Problem, prepare, sketch
+from attnlab_evaluations.tasks.compare.rows import NULL, PHASES
+from attnlab_evaluations.tasks.compare.workloads import WorkloadSettings
+from attnlab_evaluations.tasks.compare.workloads.sweep import Sweep, inputs, outline
 
 GIB = 2**30
 NAMES = ["dot_product", "linearised", "delta_rule"]
@@ -18,9 +19,7 @@ NAMES = ["dot_product", "linearised", "delta_rule"]
 
 def of_sweep(length, *, causal=False):
     """The sweep's own problem, whose inputs nobody may build."""
-    found = next(
-        p for p in Sweep().problems(WorkloadSettings(lengths=(length,))) if p.coordinates["causal"] is causal
-    )
+    found = next(p for p in Sweep().problems(WorkloadSettings(lengths=(length,))) if p.coordinates["causal"] is causal)
     return dataclasses.replace(found, build=lambda: pytest.fail("the inputs were built"))
 
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from attnlab_evaluations import claims
-from attnlab_evaluations.claims import OPEN, SAME, SLOWER
+from attnlab_evaluations.measure import claims
+from attnlab_evaluations.measure.claims import OPEN, SAME, SLOWER
 
 pytestmark = pytest.mark.no_torch
 RUNS = 20
@@ -28,13 +28,9 @@ def simulated(seed, *, noise, planted=0.0, rounds=40, groups=12, twin=0.0, place
         return [middle + rng.gauss(0, noise) for _ in range(rounds)]
 
     null = claims.pool(
-        {(g,): [series(math.log1p(twin)) for _ in range(3)] for g in range(groups)},
-        claims=3 * groups + 1,
-        seed=seed,
+        {(g,): [series(math.log1p(twin)) for _ in range(3)] for g in range(groups)}, claims=3 * groups + 1, seed=seed
     )
-    measured = {
-        (g, v): ((g,), series(shift)) for g in range(groups) for v, shift in enumerate((0.0, 0.5, 1.0))
-    }
+    measured = {(g, v): ((g,), series(shift)) for g in range(groups) for v, shift in enumerate((0.0, 0.5, 1.0))}
     measured["planted"] = ((0,), series(math.log1p(planted)))
     words = claims.decide(measured, null)
     equal = [words[g, 0] for g in range(groups)]
@@ -71,9 +67,7 @@ def test_neither_few_controls_nor_many_ratios_make_equal_things_differ(groups, c
         nulls, measured = {}, {}
         for g in range(groups):
             names = [series() for _ in range(variants + 1)]
-            nulls[g,] = [
-                claims.log_ratios(map(math.exp, series()), map(math.exp, n)) for n in names[:controls]
-            ]
+            nulls[g,] = [claims.log_ratios(map(math.exp, series()), map(math.exp, n)) for n in names[:controls]]
             for v, name in enumerate(names[1:]):
                 measured[g, v] = ((g,), [a - b for a, b in zip(name, names[0], strict=True)])
         words = claims.decide(measured, claims.pool(nulls, claims=len(measured), seed=seed))

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 import attnlab
-from attnlab_evaluations import cells, compare, provenance
-from attnlab_evaluations.identity import Identity, variant_identity
-from attnlab_evaluations.rows import NULL
-from attnlab_evaluations.settings import Settings
-from attnlab_evaluations.workloads.sweep import Sweep
+from attnlab_evaluations.frame import provenance
+from attnlab_evaluations.frame.identity import Identity, variant_identity
+from attnlab_evaluations.tasks.compare import cells
+from attnlab_evaluations.tasks.compare import run as compare
+from attnlab_evaluations.tasks.compare.rows import NULL
+from attnlab_evaluations.tasks.compare.settings import Settings
+from attnlab_evaluations.tasks.compare.workloads.sweep import Sweep
 
 FILES = {"results.jsonl", "provenance.json", "table.md", "table.csv"}
 
@@ -28,10 +30,7 @@ def passing(*_, **__):
 def test_a_run_fills_every_cell_and_writes_every_file(run, records, tmp_path, capsys):
     assert run(tmp_path / "r", lengths=(16, 32)) == 0
     assert {p.name for p in (tmp_path / "r").iterdir()} == FILES
-    found = {
-        (r["variant"], r["coordinates"].get("length"), r["metric"]): r["status"]
-        for r in records(tmp_path / "r")
-    }
+    found = {(r["variant"], r["coordinates"].get("length"), r["metric"]): r["status"] for r in records(tmp_path / "r")}
     for name in ("dot_product", "linearised"):
         for metric in ("error", "forward", "forward_backward", "memory_forward", "memory_forward_backward"):
             assert found[name, 32, metric] == "ok"
@@ -66,9 +65,7 @@ def test_a_wrong_reference_takes_the_ratios_with_it_but_not_the_times(run, recor
         return [SimpleNamespace(check="rows", status=status, message="")]
 
     assert run(tmp_path / "r", checks=checks) == 1
-    timed = next(
-        r for r in records(tmp_path / "r") if r["variant"] == "linearised" and r["metric"] == "forward"
-    )
+    timed = next(r for r in records(tmp_path / "r") if r["variant"] == "linearised" and r["metric"] == "forward")
     assert timed["status"] == "ok"
     assert timed["value"]["ratio"] is None
     assert "no reference" in (tmp_path / "r" / "table.md").read_text(encoding="utf-8")
@@ -131,9 +128,7 @@ def test_the_greatest_seed_runs_and_differs_from_the_smallest(run, records, tmp_
     assert {r["status"] for r in records(tmp_path / str(2**32 - 1))} == {"ok"}
 
 
-def test_an_error_inside_a_variant_is_a_word_and_a_reason_and_the_others_go_on(
-    run, records, tmp_path, monkeypatch
-):
+def test_an_error_inside_a_variant_is_a_word_and_a_reason_and_the_others_go_on(run, records, tmp_path, monkeypatch):
     def breaks(*_, **__):
         raise RuntimeError("kernel fell over")
 
@@ -180,12 +175,8 @@ def test_a_variant_that_is_wrong_at_one_measured_shape_only_is_wrong_there(
 
 
 def test_a_plugins_metric_is_recorded_beside_the_others(records, tmp_path):
-    metric = SimpleNamespace(
-        name="parameters", version=1, measure=lambda calls: {"count": len(calls.instances)}
-    )
-    chosen = Settings(
-        variants=("dot_product",), workloads=("sweep",), out=tmp_path / "r", lengths=(16,), budget=9.0
-    )
+    metric = SimpleNamespace(name="parameters", version=1, measure=lambda calls: {"count": len(calls.instances)})
+    chosen = Settings(variants=("dot_product",), workloads=("sweep",), out=tmp_path / "r", lengths=(16,), budget=9.0)
     assert compare.run_compare(chosen, [Sweep()], [metric], run_checks=passing) == 0
     assert any(r["metric"] == "parameters" and r["value"] == {"count": 1} for r in records(tmp_path / "r"))
 
@@ -268,17 +259,7 @@ sys.exit(main(sys.argv[1:]))
 def offline_run(tmp_path_factory):
     """The main job in a fresh process that cannot open a connection, on a terminal that knows ASCII only."""
     folder = tmp_path_factory.mktemp("offline")
-    words = [
-        "compare",
-        "--variants",
-        "flash,linearised",
-        "--lengths",
-        "32,64",
-        "--budget",
-        "40",
-        "--out",
-        "日本",
-    ]
+    words = ["compare", "--variants", "flash,linearised", "--lengths", "32,64", "--budget", "40", "--out", "日本"]
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, *words], cwd=folder, capture_output=True, text=True, encoding="utf-8",

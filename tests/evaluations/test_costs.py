@@ -6,7 +6,7 @@ import time
 import pytest
 
 import attnlab
-from attnlab_evaluations import costs
+from attnlab_evaluations.measure import costs
 
 SIZES = {"batch": 2, "num_heads": 3, "query_length": 9, "key_length": 9, "key_dim": 4, "value_dim": 5}
 
@@ -39,9 +39,7 @@ def test_causal_pairs_are_exactly_l_plus_one_over_two_l_of_all():
 def test_softmax_flops_are_two_products_over_the_visible_pairs():
     found = costs.forward_cost("softmax_dot_product", **SIZES)
     assert found.flops == 2 * 3 * 2 * 9 * 9 * (4 + 5)
-    counted = costs.forward_cost(
-        "softmax_dot_product", **{**SIZES, "batch": 2, "num_heads": 5, "value_dim": 4}
-    )
+    counted = costs.forward_cost("softmax_dot_product", **{**SIZES, "batch": 2, "num_heads": 5, "value_dim": 4})
     assert counted.flops == 4 * 2 * 5 * 9 * 9 * 4  # 4 B H L S D
 
 
@@ -78,12 +76,8 @@ def counted_by_loops(formula, n_q, n_k, d, e, hidden, causal):
     ],
 )
 def test_flops_equal_a_count_by_loops(formula, options, loop, causal):
-    found = costs.forward_cost(
-        formula, **{**SIZES, "batch": 1, "num_heads": 1}, causal=causal, options=options
-    )
-    assert (found.flops, found.special) == counted_by_loops(
-        loop, 9, 9, 4, 5, options.get("hidden_size", 4), causal
-    )
+    found = costs.forward_cost(formula, **{**SIZES, "batch": 1, "num_heads": 1}, causal=causal, options=options)
+    assert (found.flops, found.special) == counted_by_loops(loop, 9, 9, 4, 5, options.get("hidden_size", 4), causal)
 
 
 def test_linear_flops_grow_linearly_and_the_causal_form_adds_its_chunks():

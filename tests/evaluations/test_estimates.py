@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from attnlab_evaluations.estimates import Estimates, gibibytes, growth, operations
-from attnlab_evaluations.problems import Part, Problem, prepare
+from attnlab_evaluations.measure.estimates import Estimates, gibibytes, growth, operations
+from attnlab_evaluations.tasks.compare.problems import Part, Problem, prepare
 
 
 def calls(name, length, *, causal=False):
@@ -78,8 +78,7 @@ def test_memory_that_is_declared_linear_grows_so_from_a_single_measured_point():
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
-    [(2**29, "0.5 GiB"), (76.25 * 2**30, "76.2 GiB"), (12 * 2**40, "12,288 GiB"), (0, "0 GiB")],
+    ("count", "said"), [(2**29, "0.5 GiB"), (76.25 * 2**30, "76.2 GiB"), (12 * 2**40, "12,288 GiB"), (0, "0 GiB")]
 )
 def test_bytes_are_written_for_people(count, said):
     assert gibibytes(count) == said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnlab import InvalidInput
-from attnlab_evaluations import folders, run_folder
+from attnlab_evaluations.frame import folders, run_folder
 
 pytestmark = pytest.mark.no_torch
 
@@ -24,9 +24,7 @@ def test_an_empty_name_is_no_folder(text):
         folders.asked_for(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["new", "new/deeper/still", "./new/../other", "日本語", "-run", "with space"]
-)
+@pytest.mark.parametrize("text", ["new", "new/deeper/still", "./new/../other", "日本語", "-run", "with space"])
 def test_judging_a_folder_makes_nothing(text, tmp_path):
     assert folders.asked_for(text) == Path(text)
     assert list(tmp_path.iterdir()) == []

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from attnlab import VariantUnavailable
-from attnlab_evaluations.budget import LEAST, TIMED, Budget
-from attnlab_evaluations.gate import judge
+from attnlab_evaluations.frame.budget import LEAST, TIMED, Budget
+from attnlab_evaluations.frame.gate import judge
 
 pytestmark = pytest.mark.no_torch
 

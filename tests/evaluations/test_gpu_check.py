@@ -13,9 +13,11 @@ import torch
 
 from attnlab import InvalidInput, PluginError
 from attnlab.cli import main
-from attnlab_evaluations import gpu_check, gpu_speed, provenance
-from attnlab_evaluations.gpu_settings import BUDGET, GpuSettings
-from attnlab_evaluations.gpu_speed import Cell
+from attnlab_evaluations.frame import provenance
+from attnlab_evaluations.tasks.gpu import run as gpu_check
+from attnlab_evaluations.tasks.gpu import speed as gpu_speed
+from attnlab_evaluations.tasks.gpu.settings import BUDGET, GpuSettings
+from attnlab_evaluations.tasks.gpu.speed import Cell
 
 NAMES = ("flash", "dot_product", "linearised")
 SECONDS = {"median": 1e-3, "low": 1e-3, "high": 1e-3}
@@ -81,9 +83,7 @@ def test_a_run_leaves_records_and_a_summary_and_a_second_one_repeats_nothing(gpu
     assert gpu() == 0
     first = records(gpu.seen.out)
     assert gpu.seen.checks == list(NAMES)
-    assert gpu.seen.cells == [
-        (n, p) for n in ("flash", "dot_product") for p in ("forward", "forward_backward")
-    ]
+    assert gpu.seen.cells == [(n, p) for n in ("flash", "dot_product") for p in ("forward", "forward_backward")]
     assert [r["metric"] for r in first] == ["conformance"] * 3 + ["speed"] * 4
     assert "attnlab TFLOP/s" in capsys.readouterr().out
     assert gpu() == 0
@@ -98,16 +98,10 @@ def test_checks_that_raise_or_fail_are_recorded_and_the_run_goes_on_with_exit_co
     def checks(name, *, quick, device):
         if name == "flash":
             raise RuntimeError("the kernel\nhas gone")
-        yield SimpleNamespace(
-            check="leak", status="failed" if name == "linearised" else "passed", message="it leaks"
-        )
+        yield SimpleNamespace(check="leak", status="failed" if name == "linearised" else "passed", message="it leaks")
 
     assert gpu(checks=checks) == 1
-    found = {
-        r["variant"]: (r["status"], r["detail"])
-        for r in records(gpu.seen.out)
-        if r["metric"] == "conformance"
-    }
+    found = {r["variant"]: (r["status"], r["detail"]) for r in records(gpu.seen.out) if r["metric"] == "conformance"}
     assert found["flash"] == ("wrong", "RuntimeError: the kernel has gone")
     assert found["linearised"] == ("wrong", "leak")
     assert found["dot_product"] == ("ok", "")
@@ -222,9 +216,7 @@ def test_the_default_budget_leaves_room_within_nine_minutes():
 @pytest.mark.parametrize("phase", ["forward", "forward_backward"])
 @pytest.mark.parametrize("variant", ["flash", "sliding_window"])
 def test_a_cell_is_measured_beside_the_backends_of_the_device(variant, phase, monkeypatch):
-    few = functools.partial(
-        gpu_speed.measure, max_rounds=3, sample_seconds=0.0
-    )  # the times are nobody's business here
+    few = functools.partial(gpu_speed.measure, max_rounds=3, sample_seconds=0.0)  # the times are nobody's business here
     monkeypatch.setattr(gpu_speed, "measure", few)
     one = next(c for c in gpu_speed.plan([variant], "cpu") if c.phase == phase)
     status, detail, value = gpu_speed.run_cell(one, "cpu", 60.0)
@@ -252,17 +244,12 @@ def test_a_variant_that_refuses_the_shape_says_so():
 
 def test_a_backend_gives_its_reason_and_not_only_that_it_refused():
     def refuses():
-        warnings.warn(
-            "cuDNN attention kernel not used because: (Triggered internally at a.cpp:1.)", stacklevel=1
-        )
+        warnings.warn("cuDNN attention kernel not used because: (Triggered internally at a.cpp:1.)", stacklevel=1)
         warnings.warn("head dim 512 is too wide (Triggered internally at a.cpp:2.)", stacklevel=1)
         warnings.warn("Flash attention has been runtime disabled.", stacklevel=1)
         raise RuntimeError("No available kernel. Aborting execution.")
 
-    assert gpu_speed._problem(refuses, lambda: None, torchs=True) == (
-        "unsupported",
-        "head dim 512 is too wide",
-    )
+    assert gpu_speed._problem(refuses, lambda: None, torchs=True) == ("unsupported", "head dim 512 is too wide")
     assert gpu_speed._problem(refuses, lambda: None, torchs=False)[0] == "wrong"
 
 
@@ -270,19 +257,7 @@ def test_a_backend_gives_its_reason_and_not_only_that_it_refused():
 @pytest.mark.parametrize(("budget", "code"), [("120", 0), ("3", 1)])
 def test_the_command_itself_on_the_cpu(budget, code, tmp_path):
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    words = [
-        "gpu-check",
-        "--device",
-        "cpu",
-        "--only",
-        "flash",
-        "--budget",
-        budget,
-        "--format",
-        "json",
-        "--out",
-        "run",
-    ]
+    words = ["gpu-check", "--device", "cpu", "--only", "flash", "--budget", budget, "--format", "json", "--out", "run"]
     done = subprocess.run(
         [sys.executable, "-m", "attnlab", *words], capture_output=True, text=True, encoding="utf-8", timeout=120,
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},

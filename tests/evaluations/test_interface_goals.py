@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from attnlab_evaluations import interface_goals
+from attnlab_evaluations.tasks.targets import interface as interface_goals
 
 
 @pytest.mark.parametrize("kind", interface_goals.MASKS)

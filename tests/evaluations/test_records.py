@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnlab import InvalidInput
-from attnlab_evaluations.records import SCHEMA_VERSION, Records, clean, key_of, write_text
+from attnlab_evaluations.frame.records import SCHEMA_VERSION, Records, clean, key_of, write_text
 
 pytestmark = pytest.mark.no_torch
 
@@ -99,9 +99,7 @@ def test_cells_that_lacked_memory_are_open_again_too(tmp_path):
     assert "k1" not in Records(tmp_path / "r.jsonl")
 
 
-@pytest.mark.parametrize(
-    "line", ['{"schema": 1, "key": [], "status": "ok"}', '{"schema": 1, "key": "k"}', "[1]"]
-)
+@pytest.mark.parametrize("line", ['{"schema": 1, "key": [], "status": "ok"}', '{"schema": 1, "key": "k"}', "[1]"])
 def test_json_that_is_no_record_is_left_out(line, tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text(f'{line}\n{{"schema": 1, "key": "k", "status": "ok"}}\n', encoding="utf-8")
@@ -142,7 +140,7 @@ def test_a_key_changes_with_any_part(other):
 WRITER = """
 import sys
 from pathlib import Path
-from attnlab_evaluations.records import Records
+from attnlab_evaluations.frame.records import Records
 records = Records(Path(sys.argv[1]))
 done = len(records)
 print(done, flush=True)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from attnlab_evaluations import rows, tables
-from attnlab_evaluations.claims import Null
-from attnlab_evaluations.rows import NULL
+from attnlab_evaluations.measure.claims import Null
+from attnlab_evaluations.report import tables
+from attnlab_evaluations.tasks.compare import rows
+from attnlab_evaluations.tasks.compare.rows import NULL
 
 pytestmark = pytest.mark.no_torch
 
@@ -119,9 +120,7 @@ def test_rows_are_data_that_json_takes():
 
 
 def test_a_row_without_optional_fields_renders():
-    made = rows.build(
-        [{"workload": "w", "variant": "a", "coordinates": {}, "metric": "error", "status": "ok"}], ["a"]
-    )
+    made = rows.build([{"workload": "w", "variant": "a", "coordinates": {}, "metric": "error", "status": "ok"}], ["a"])
     assert "not finite" in tables.markdown(made, Null())
 
 
@@ -213,16 +212,13 @@ def test_untrained_variants_are_marked_where_weights_matter():
 
 
 def test_a_value_of_zero_is_a_number_and_not_a_gap():
-    made = rows.build(
-        [other("a", 256, "error", worst=0.0), other("a", 256, "memory_forward", bytes=0)], ["a"]
-    )
+    made = rows.build([other("a", 256, "error", worst=0.0), other("a", 256, "memory_forward", bytes=0)], ["a"])
     assert tables._error(made[0]) == "0.0e+00"
     assert tables._extra(made[0], "forward") == "0.0"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1.234e-6, "0.00123"), (0.0123, "12.3"), (0.9994, "999"), (1.2345, "1234"), (12.3, "12300")],
+    ("seconds", "text"), [(1.234e-6, "0.00123"), (0.0123, "12.3"), (0.9994, "999"), (1.2345, "1234"), (12.3, "12300")]
 )
 def test_milliseconds_have_three_digits(seconds, text):
     assert tables.milliseconds(seconds) == text

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from attnlab import InvalidInput
-from attnlab_evaluations import folders, gpu_settings, run_folder, settings
-from attnlab_evaluations.capacity import settings as capacity_settings
-from attnlab_evaluations.dates import settings as dates_settings
-from attnlab_evaluations.pretrained import settings as pretrained_settings
+from attnlab_evaluations.frame import folders, run_folder
+from attnlab_evaluations.tasks.capacity import settings as capacity_settings
+from attnlab_evaluations.tasks.compare import settings
+from attnlab_evaluations.tasks.dates import settings as dates_settings
+from attnlab_evaluations.tasks.gpu import settings as gpu_settings
+from attnlab_evaluations.tasks.minilm import settings as pretrained_settings
 
 pytestmark = pytest.mark.no_torch
 
@@ -131,9 +133,7 @@ def test_a_second_process_on_one_folder_is_refused_and_a_dead_ones_lock_is_taken
     try:
         assert holder.stdout.readline() == "in\n"
         with (
-            pytest.raises(
-                InvalidInput, match=rf"run is in use by another run \(process {holder.pid}\); wait"
-            ),
+            pytest.raises(InvalidInput, match=rf"run is in use by another run \(process {holder.pid}\); wait"),
             run_folder.opened(Path("run"), "x.json", {"n": 2}),
         ):
             pass

@@ -11,7 +11,7 @@ import pytest
 
 import attnlab
 from attnlab import InvalidInput, UnknownVariant
-from attnlab_evaluations import settings
+from attnlab_evaluations.tasks.compare import settings
 
 pytestmark = pytest.mark.no_torch
 
@@ -59,9 +59,7 @@ def test_patterns_and_names_combine_and_the_reference_comes_along():
 
 
 def test_names_and_lengths_may_be_separated_by_spaces_too():
-    found = settled(
-        "--variants", "additive", "flash,chunked", "--lengths", "64", "32", "--workloads", "sweep"
-    )
+    found = settled("--variants", "additive", "flash,chunked", "--lengths", "64", "32", "--workloads", "sweep")
     assert found.variants == ("dot_product", "additive", "flash", "chunked")
     assert (found.lengths, found.workloads) == ((32, 64), ("sweep",))
 
@@ -69,11 +67,7 @@ def test_names_and_lengths_may_be_separated_by_spaces_too():
 @pytest.mark.parametrize(
     ("words", "error", "says"),
     [
-        (
-            ["--variants", "aditive"],
-            UnknownVariant,
-            "no variant is called 'aditive'; did you mean 'additive'",
-        ),
+        (["--variants", "aditive"], UnknownVariant, "no variant is called 'aditive'; did you mean 'additive'"),
         (["--variants", " , "], InvalidInput, "--variants: expected names separated by commas"),
         (["--workloads", "swep"], InvalidInput, "no workload is called 'swep'; did you mean 'sweep'"),
         (["--budget", "soon"], InvalidInput, "--budget: expected a number of 1 or more, got 'soon'"),
@@ -155,9 +149,7 @@ def test_resume_without_a_folder_takes_the_newest_run():
 
 
 def test_the_command_to_resume_says_everything_again():
-    found = settled(
-        "--variants", "flash", "--seed", "7", "--lengths", "64,32", "--out", "my run", "--threads", "2"
-    )
+    found = settled("--variants", "flash", "--seed", "7", "--lengths", "64,32", "--out", "my run", "--threads", "2")
     assert found.resume_command() == (
         "attnlab compare --out 'my run' --resume --variants dot_product,flash --workloads minilm,sweep --seed 7 "
         "--lengths 32,64 --budget 220 --threads 2"
@@ -209,9 +201,7 @@ def test_targets_refuse_what_they_would_ignore_and_what_means_nothing(words, say
 
 
 def test_targets_take_what_they_use_and_options_at_their_defaults():
-    found = goals(
-        "--budget", "9", "--seed", "3", "--threads", "2", "--out", "t", "--format", "json", "--device", "cpu"
-    )
+    found = goals("--budget", "9", "--seed", "3", "--threads", "2", "--out", "t", "--format", "json", "--device", "cpu")
     assert found == settings.TargetSettings(9.0, 3, 2, Path("t"), "json")
     assert goals() == settings.TargetSettings()
 

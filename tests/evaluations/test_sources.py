@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnlab_evaluations import identity, provenance, sources
+from attnlab_evaluations.frame import identity, provenance, sources
 
 LINE = "\n# edited\n"
 
@@ -63,13 +63,7 @@ def test_a_run_folder_a_cache_or_another_file_changes_nothing(package):
     from f45_plugin.variant import V
 
     before = sources.digest_of(V)
-    for name in (
-        "run/results.jsonl",
-        "run/made.py",
-        "__pycache__/x.cpython-311.pyc",
-        ".git/hook.py",
-        "notes.txt",
-    ):
+    for name in ("run/results.jsonl", "run/made.py", "__pycache__/x.cpython-311.pyc", ".git/hook.py", "notes.txt"):
         path = package / "f45_plugin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("x", encoding="utf-8")

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from attnlab import PluginError
-from attnlab_evaluations import goals, provenance, targets
-from attnlab_evaluations.settings import TargetSettings
-from attnlab_evaluations.timing import Interval, Measurement
+from attnlab_evaluations.frame import provenance
+from attnlab_evaluations.measure.timing import Interval, Measurement
+from attnlab_evaluations.tasks.compare.settings import TargetSettings
+from attnlab_evaluations.tasks.targets import goals
+from attnlab_evaluations.tasks.targets import run as targets
 
 
 def target(low, high, goal):
@@ -68,9 +70,7 @@ def test_a_measurement_that_fails_leaves_no_folder(tmp_path, monkeypatch):
 def test_a_budget_too_small_for_anything_says_not_measured_in_each_row(monkeypatch):
     monkeypatch.setattr(goals, "measure", lambda *_, **__: Measurement())
     monkeypatch.setattr(targets, "start_up", list)
-    monkeypatch.setattr(
-        targets, "interface_goals", lambda *_: []
-    )  # they need transformers, and tests of their own
+    monkeypatch.setattr(targets, "interface_goals", lambda *_: [])  # they need transformers, and tests of their own
     monkeypatch.setattr(targets, "random_inputs", lambda heads, length, width: [torch.zeros(1, 1, 1, 1)] * 3)
     found = targets.measure_targets(1.0, 0, lambda _: None)
     assert len(found) == 23

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from attnlab_evaluations import timing
+from attnlab_evaluations.measure import timing
 
 
 class Machine:
@@ -82,9 +82,7 @@ def test_noisy_operations_go_on_until_the_rounds_are_used_up():
     machine = Machine()
     noise = random.Random(0)
     jumps = [0.01 * noise.uniform(1, 4) for _ in range(1000)]
-    found = measured(
-        machine, {"a": machine.operation("a", 0.01), "b": machine.operation("b", jumps)}, max_rounds=20
-    )
+    found = measured(machine, {"a": machine.operation("a", 0.01), "b": machine.operation("b", jumps)}, max_rounds=20)
     assert found.stopped == "rounds"
     assert len(found.samples["b"]) == 20
 
@@ -92,9 +90,7 @@ def test_noisy_operations_go_on_until_the_rounds_are_used_up():
 def test_rounds_stop_before_the_budget_is_overrun():
     machine = Machine()
     noise = [1.0, 3.0] * 500
-    found = measured(
-        machine, {"a": machine.operation("a", 1.0), "b": machine.operation("b", noise)}, budget=60.0
-    )
+    found = measured(machine, {"a": machine.operation("a", 1.0), "b": machine.operation("b", noise)}, budget=60.0)
     assert found.stopped == "budget"
     assert machine.now <= 2 * 1.0 + (1.0 + 3.0) + 60.0  # two warm-ups each, then the rounds
 
@@ -130,9 +126,7 @@ def test_one_slow_first_call_is_not_the_estimate_and_is_told_apart(first):  # F2
 
 def test_a_small_budget_measures_fewer_operations_with_all_their_rounds():  # F27
     machine = Machine()
-    operations = {
-        name: machine.operation(name, seconds) for name, seconds in (("a", 0.1), ("b", 0.2), ("c", 0.4))
-    }
+    operations = {name: machine.operation(name, seconds) for name, seconds in (("a", 0.1), ("b", 0.2), ("c", 0.4))}
     found = measured(machine, operations, budget=7.0, min_rounds=20)
     assert set(found.samples) == {"a", "b"}
     assert found.over_budget == pytest.approx({"c": 0.4})
@@ -163,9 +157,7 @@ def test_an_operation_that_fails_in_a_round_leaves_no_samples_and_the_others_sta
         if len(calls) == 4:
             raise MemoryError("not enough memory")
 
-    found = measured(
-        machine, {"a": machine.operation("a", 1.0), "b": breaks, "c": machine.operation("c", 2.0)}
-    )
+    found = measured(machine, {"a": machine.operation("a", 1.0), "b": breaks, "c": machine.operation("c", 2.0)})
     assert isinstance(found.failed["b"], MemoryError)
     assert set(found.samples) == {"a", "c"}
     assert len(found.samples["a"]) == len(found.samples["c"])
@@ -192,9 +184,7 @@ def test_ratios_are_paired_within_a_round_so_common_drift_cancels():
 def test_the_interval_covers_the_true_median_as_often_as_its_level_says(rounds):  # F50
     rng = random.Random(rounds)
     draws = 2000
-    found = [
-        timing.median_interval([rng.lognormvariate(0, 0.2) for _ in range(rounds)]) for _ in range(draws)
-    ]
+    found = [timing.median_interval([rng.lognormvariate(0, 0.2) for _ in range(rounds)]) for _ in range(draws)]
     level = found[0].level
     hits = sum(f.contains(1.0) for f in found)
     allowed = 4 * math.sqrt(draws * max(level * (1 - level), 1e-3))  # four binomial standard deviations

@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what would lead a child back into the checkout."""
     kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("ATTNLAB")
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("ATTNLAB")
     }
     return {**kept, **extra}
 
@@ -75,9 +73,7 @@ def install(wheel: Path, venv: Path) -> Path:
 
 def borrow(python: Path, folders: Sequence[str]) -> None:
     """Let an environment import from further folders, after its own. No `.pth` file in those is obeyed."""
-    where = call(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=python.parent
-    ).strip()
+    where = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=python.parent).strip()
     lines = "\n".join(dict.fromkeys(folders))
     Path(where, "borrowed.pth").write_text(lines + "\n", encoding="utf-8")
 

@@ -50,22 +50,11 @@ def test_packages_of_every_family_install_are_listed_and_pass(
 
 def install(outside: Outside, python: Path, *what: str | Path) -> None:
     """`pip install` without a network: the build backend is the one beside this Python."""
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    )
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check")
     outside(*pip, "--no-deps", "--no-index", "--no-build-isolation", *what, cwd=python.parent)
 
 
-def test_an_editable_install_follows_the_source(
-    outside: Outside, own_environment: Path, tmp_path: Path
-) -> None:
+def test_an_editable_install_follows_the_source(outside: Outside, own_environment: Path, tmp_path: Path) -> None:
     home = {"ATTNLAB_HOME": str(tmp_path / "home"), "PYTHONIOENCODING": "utf-8"}
     attnlab = next(path for path in own_environment.parent.iterdir() if path.stem == "attnlab")
     outside(attnlab, "new", "my_variant", "--package", cwd=tmp_path, **home)

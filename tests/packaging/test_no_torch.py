@@ -29,9 +29,7 @@ def candidates() -> Iterator[str]:
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what would lead a child back into the checkout."""
     kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("ATTNLAB")
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("ATTNLAB")
     }
     return {**kept, **extra}
 
@@ -61,8 +59,7 @@ def python(outside: Outside, wheel: Path, tmp_path_factory: pytest.TempPathFacto
 
 def test_there_is_no_torch_in_that_environment(outside: Outside, python: Path, tmp_path: Path) -> None:
     assert (
-        outside(python, "-c", "import importlib.util as u; print(u.find_spec('torch'))", cwd=tmp_path).strip()
-        == "None"
+        outside(python, "-c", "import importlib.util as u; print(u.find_spec('torch'))", cwd=tmp_path).strip() == "None"
     )
 
 

@@ -40,10 +40,7 @@ def free(amount: float) -> Callable[[object], Usage]:
 
 @pytest.mark.parametrize(
     ("build", "amount", "message"),
-    [
-        ("cpu", 2.9e9, r"CPU build.* needs 3\.0 GB.* 2\.9 GB"),
-        ("cuda", 7.9e9, r"CUDA stack.* needs 8\.0 GB.* 7\.9 GB"),
-    ],
+    [("cpu", 2.9e9, r"CPU build.* needs 3\.0 GB.* 2\.9 GB"), ("cuda", 7.9e9, r"CUDA stack.* needs 8\.0 GB.* 7\.9 GB")],
 )
 def test_too_little_disk_is_said_with_both_numbers(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, amount: float, message: str
@@ -53,13 +50,9 @@ def test_too_little_disk_is_said_with_both_numbers(
         tool.check_disk(tmp_path / ".venv", build)
 
 
-def test_a_small_temporary_folder_is_named(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_small_temporary_folder_is_named(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = Path(tool.tempfile.gettempdir())
-    monkeypatch.setattr(
-        tool.shutil, "disk_usage", lambda place: Usage(10**13, 0, 10**8 if place == small else 10**12)
-    )
+    monkeypatch.setattr(tool.shutil, "disk_usage", lambda place: Usage(10**13, 0, 10**8 if place == small else 10**12))
     with pytest.raises(tool.SetupFailed, match="TMPDIR"):
         tool.check_disk(tmp_path / ".venv", "cuda")
 
@@ -70,12 +63,9 @@ def test_enough_disk_is_silent(tool: ModuleType, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("names", "expected"),
-    [(["torch", "sympy"], "cpu"), (["torch", "nvidia-cublas"], "cuda"), (["sympy"], None)],
+    ("names", "expected"), [(["torch", "sympy"], "cpu"), (["torch", "nvidia-cublas"], "cuda"), (["sympy"], None)]
 )
-def test_the_torch_to_come_is_seen_in_pips_report(
-    tool: ModuleType, names: list[str], expected: str | None
-) -> None:
+def test_the_torch_to_come_is_seen_in_pips_report(tool: ModuleType, names: list[str], expected: str | None) -> None:
     report = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
     assert tool.torch_in(report) == expected
 
@@ -89,9 +79,7 @@ def test_what_leads_pip_elsewhere_is_left_out(tool: ModuleType, monkeypatch: pyt
     assert environment["PIP_INDEX_URL"] == "https://mirror", "a mirror is the user's way to reach packages"
 
 
-def stubbed(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, fails: str = ""
-) -> list[list[str]]:
+def stubbed(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, fails: str = "") -> list[list[str]]:
     """Replace all that downloads; the commands that would run are returned, the one holding `fails` fails."""
     commands: list[list[str]] = []
 
@@ -155,18 +143,14 @@ def test_a_folder_that_is_no_environment_is_not_touched(
         tool.set_up(tool.ENVIRONMENT)
 
 
-def test_an_old_python_is_refused_by_name(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_old_python_is_refused_by_name(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tool, "OLDEST", (3, 99))
     with pytest.raises(tool.SetupFailed, match=r"does not fit; attnlab needs 3\.99"):
         tool.set_up(tool.ENVIRONMENT._replace(venv=tmp_path / ".venv"))
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.skipif(
-    sys.platform == "win32", reason="make is not part of Windows; the README says what to type there"
-)
+@pytest.mark.skipif(sys.platform == "win32", reason="make is not part of Windows; the README says what to type there")
 def test_make_alone_lists_its_targets() -> None:
     done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -43,11 +43,7 @@ def test_the_wheel_carries_types_registry_and_licences(wheel: Path) -> None:
         metadata = archive.read(f"{info}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.10" in metadata
-    required = {
-        line.split(": ")[1].split(">")[0]
-        for line in metadata.splitlines()
-        if line.startswith("Requires-Dist")
-    }
+    required = {line.split(": ")[1].split(">")[0] for line in metadata.splitlines() if line.startswith("Requires-Dist")}
     assert {"pluggy", "pyyaml", "tabulate", "torch"} <= required
 
 
@@ -58,19 +54,10 @@ def test_nothing_is_compiled_at_install(wheel: Path) -> None:
 def test_the_sdist_carries_the_tests_and_what_they_read(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    assert {
-        "registry.yaml",
-        "Makefile",
-        "constraints.txt",
-        "README.md",
-        "LICENSE",
-        "tests/conftest.py",
-    } <= inside
+    assert {"registry.yaml", "Makefile", "constraints.txt", "README.md", "LICENSE", "tests/conftest.py"} <= inside
 
 
-def test_every_module_of_the_tree_imports_from_the_wheel(
-    outside: Outside, installed: Path, tmp_path: Path
-) -> None:
+def test_every_module_of_the_tree_imports_from_the_wheel(outside: Outside, installed: Path, tmp_path: Path) -> None:
     modules = sorted(
         name[: -len(".py")].replace("/", ".").removesuffix(".__init__")
         for name in tree()

@@ -14,9 +14,7 @@ from attnlab import InvalidInput, create, run_checks
 CLOSE = {"atol": 1e-12, "rtol": 1e-11}  # float64, sums of a few dozen terms of order 1
 
 
-def by_loop(
-    variant: Any, q: Any, k: Any, v: Any, visible: Any, rows: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def by_loop(variant: Any, q: Any, k: Any, v: Any, visible: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`v^T tanh(W_q q + W_k k)` for every pair, from the parameters by name."""
     W_q, W_k, v_a = (variant.state_dict()[n].numpy() for n in ("W_q", "W_k", "v"))
     outs, weights = [], []
@@ -24,10 +22,7 @@ def by_loop(
         for h in range(q.shape[1]):
             g = h // (q.shape[1] // k.shape[1])
             scores = numpy.array(
-                [
-                    [v_a[h] @ numpy.tanh(W_q[h] @ x.numpy() + W_k[h] @ y.numpy()) for y in k[b, g]]
-                    for x in q[b, h]
-                ]
+                [[v_a[h] @ numpy.tanh(W_q[h] @ x.numpy() + W_k[h] @ y.numpy()) for y in k[b, g]] for x in q[b, h]]
             )
             out, w = rows(scores, v[b, g].numpy(), visible[b])
             outs.append(torch.from_numpy(out)), weights.append(torch.from_numpy(w))
@@ -77,9 +72,7 @@ def test_a_row_of_a_batch_equals_that_row_alone(make: Any) -> None:
     q, k, v = make(3, 2, 4, 4), make(3, 2, 4, 4), make(3, 2, 4, 4)
     together = variant(q, k, v).out
     for b in range(3):
-        torch.testing.assert_close(
-            together[b], variant(q[b : b + 1], k[b : b + 1], v[b : b + 1]).out[0], **CLOSE
-        )
+        torch.testing.assert_close(together[b], variant(q[b : b + 1], k[b : b + 1], v[b : b + 1]).out[0], **CLOSE)
 
 
 def test_the_default_scale_is_one(make: Any) -> None:

@@ -15,9 +15,7 @@ NAMES = [name for name in REGISTRY.names() if REGISTRY.info(name).unavailable is
 
 
 def told(results: list[CheckResult]) -> str:
-    return "\n".join(
-        f"{r.status} {r.check} [{r.case}]: {r.message}\n    {r.repeat}" for r in results if not r.ok
-    )
+    return "\n".join(f"{r.status} {r.check} [{r.case}]: {r.message}\n    {r.repeat}" for r in results if not r.ok)
 
 
 def test_there_are_variants_to_check() -> None:

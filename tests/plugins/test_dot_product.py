@@ -39,9 +39,7 @@ def test_two_keys_of_known_scores_share_as_computed_by_hand() -> None:
     v = torch.tensor([4.0, 8.0], dtype=torch.float64).reshape(1, 1, 2, 1)
     made = attend(q, k, v, scale=1.0, need_weights=True, need_lse=True)
     torch.testing.assert_close(made.out.flatten(), torch.tensor([7.0], dtype=torch.float64), **CLOSE)
-    torch.testing.assert_close(
-        made.weights.flatten(), torch.tensor([0.25, 0.75], dtype=torch.float64), **CLOSE
-    )
+    torch.testing.assert_close(made.weights.flatten(), torch.tensor([0.25, 0.75], dtype=torch.float64), **CLOSE)
     torch.testing.assert_close(made.lse.exp().flatten(), torch.tensor([4.0], dtype=torch.float64), **CLOSE)
 
 
@@ -189,6 +187,4 @@ def test_a_batch_of_many_short_sequences_is_right_to_its_last_row() -> None:
     out = attend(x, x, x, causal=True).out
     for row in (0, 9999, 19999):
         # One row alone, in float32: sums of 4 and 2 terms of order 1.
-        torch.testing.assert_close(
-            out[row], attend(*[x[row : row + 1]] * 3, causal=True).out[0], atol=4e-6, rtol=0
-        )
+        torch.testing.assert_close(out[row], attend(*[x[row : row + 1]] * 3, causal=True).out[0], atol=4e-6, rtol=0)

@@ -34,9 +34,7 @@ class Subject(NamedTuple):
 
     def make(self, heads: int, kv_heads: int) -> Attention:
         torch.manual_seed(1)
-        made = attnlab.create(
-            self.name, num_heads=heads, num_kv_heads=kv_heads, head_dim=WIDTH, **self.options
-        )
+        made = attnlab.create(self.name, num_heads=heads, num_kv_heads=kv_heads, head_dim=WIDTH, **self.options)
         return made.double()
 
 
@@ -102,9 +100,7 @@ FULL = {
     "window and weights": Setting(("window", "weights"), window=(2, 0), asks=("need_weights",)),
     "bias, weights, lse": Setting(("bias", "weights", "lse"), bias=True, asks=("need_weights", "need_lse")),
     "grouped heads and window": Setting(("gqa", "window"), window=(3, 0), kv_heads=1),
-    "gradient of a window and a bias": Setting(
-        ("backward", "window", "bias"), window=(2, 1), bias=True, gradient=True
-    ),
+    "gradient of a window and a bias": Setting(("backward", "window", "bias"), window=(2, 1), bias=True, gradient=True),
     "gradient of grouped heads": Setting(("backward", "gqa"), kv_heads=1, gradient=True),
     "gradient with weights": Setting(("backward", "weights"), asks=("need_weights",), gradient=True),
 }
@@ -165,9 +161,7 @@ def stacked(calls: list[Made], **more: Any) -> Made:
         if word in arguments:
             arguments[word] = torch.cat([c.arguments[word] for c in calls])
     gates = {word: torch.cat([c.gates[word] for c in calls]) for word in first.gates}
-    return Made(
-        rows(lambda c: c.query), rows(lambda c: c.key), rows(lambda c: c.value), gates, {**arguments, **more}
-    )
+    return Made(rows(lambda c: c.query), rows(lambda c: c.key), rows(lambda c: c.value), gates, {**arguments, **more})
 
 
 # -- laws: (variant, call) -> pairs of (answer, slice of its row, answer that it must equal) ----------------------------
@@ -229,9 +223,7 @@ def two_sequences(
         whole[..., : a.shape[2], : a.shape[3]], whole[..., a.shape[2] :, a.shape[3] :] = a, b
         arguments["bias"] = whole
     gates = {word: joined(lambda x, word=word: x.gates[word]) for word in made.gates}
-    packed = Made(
-        joined(lambda x: x.query), joined(lambda x: x.key), joined(lambda x: x.value), gates, arguments
-    )
+    packed = Made(joined(lambda x: x.query), joined(lambda x: x.key), joined(lambda x: x.value), gates, arguments)
     start = sum(sides) + LENGTH + sides[0]
     return packed, [first, second], [slice(sides[0], sides[0] + LENGTH), slice(start, start + 4)]
 
@@ -278,9 +270,7 @@ def _each(got: Made, wanted: Made) -> list[Same]:
 
 def minus_infinity(variant: Attention, made: Made) -> list[Same]:
     shown, bias = _hidden(), made.arguments.get("bias")
-    hiding = (torch.zeros(shown.shape, dtype=torch.float64) if bias is None else bias).masked_fill(
-        ~shown, -torch.inf
-    )
+    hiding = (torch.zeros(shown.shape, dtype=torch.float64) if bias is None else bias).masked_fill(~shown, -torch.inf)
     return _each(
         made._replace(arguments={**made.arguments, "bias": hiding}),
         made._replace(arguments={**made.arguments, "mask": shown}),
@@ -344,9 +334,7 @@ def slopes(made: Made, variant: Attention, b: int, at: slice) -> dict[str, Tenso
     tensors = [x.detach().clone().requires_grad_() for x in (made.query, made.key, made.value)]
     out = Made(*tensors, made.gates, made.arguments).run(variant).out[b : b + 1, :, at]
     steered = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).cos()
-    found = torch.autograd.grad(
-        (out * steered).sum(), tensors, materialize_grads=True
-    )  # location reads no key
+    found = torch.autograd.grad((out * steered).sum(), tensors, materialize_grads=True)  # location reads no key
     return {word: x[b : b + 1, :, at] for word, x in zip(("query", "key", "value"), found, strict=True)}
 
 
@@ -363,9 +351,7 @@ def compare(variant: Attention, same: Same, setting: Setting) -> None:
     assert got.keys() == wanted.keys()
     for word, x in wanted.items():
         scale = max(1.0, float(x[x.isfinite()].abs().max()) if bool(x.isfinite().any()) else 1.0)
-        torch.testing.assert_close(
-            got[word], x, atol=CLOSE * scale, rtol=0, msg=lambda m, w=word: f"{w}: {m}"
-        )
+        torch.testing.assert_close(got[word], x, atol=CLOSE * scale, rtol=0, msg=lambda m, w=word: f"{w}: {m}")
 
 
 def able(variant: Attention, *needs: str) -> bool:

@@ -67,9 +67,7 @@ def test_its_gradients_match_finite_differences_over_more_tokens_than_a_segment(
     q, k, v = (make(1, h, 5, 2).requires_grad_() for h in (2, 1, 1))
     beta = torch.rand(1, 1, 5, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda q, k, v, beta: variant(q, k, v, causal=True, gates={"beta": beta}).out,
-        (q, k, v, beta),
-        fast_mode=True,
+        lambda q, k, v, beta: variant(q, k, v, causal=True, gates={"beta": beta}).out, (q, k, v, beta), fast_mode=True
     )
 
 
@@ -79,10 +77,7 @@ def test_its_gradients_match_finite_differences_over_more_tokens_than_a_segment(
         (None, r"gates must be a mapping with beta: \[B,Hkv,Lk\] in \(0,1\), got NoneType"),
         ({}, r"gates must be exactly beta: \[B,Hkv,Lk\] in \(0,1\), got none"),
         ({"gamma": torch.ones(1, 1, 3)}, "gates must be exactly beta: .*, got gamma"),
-        (
-            {1: torch.ones(1, 1, 3), "beta": torch.ones(1, 1, 3)},
-            "gates must be exactly beta: .*, got 1, beta",
-        ),
+        ({1: torch.ones(1, 1, 3), "beta": torch.ones(1, 1, 3)}, "gates must be exactly beta: .*, got 1, beta"),
         ({"beta": torch.ones(1, 3)}, r"gate beta must be \[B,Hkv,Lk\] = \[1, 1, 3\], got \[1, 3\]"),
         ({"beta": torch.ones(1, 1, 3, 2)}, r"got \[1, 1, 3, 2\]"),
         ({"beta": torch.ones(1, 1, 3).long()}, "gate beta must be a floating-point tensor, got int64"),
@@ -123,12 +118,7 @@ def gates_of(variant: Any, length: int, batch: int = B) -> dict[str, Tensor]:
     """Random gates, in range, that a variant of this family declares."""
     made = {}
     for name, spec in variant.gates.items():
-        shape = (
-            batch,
-            variant.num_kv_heads,
-            length,
-            *([variant.key_dim] if spec.shape.endswith("Dk]") else []),
-        )
+        shape = (batch, variant.num_kv_heads, length, *([variant.key_dim] if spec.shape.endswith("Dk]") else []))
         x = torch.randn(shape, dtype=torch.float64)
         made[name] = torch.sigmoid(x) if spec.range == "(0,1)" else torch.nn.functional.logsigmoid(x)
     return made
@@ -160,13 +150,7 @@ def test_any_split_gives_the_whole_with_its_gradients(
         at = slice(start, start + split)
         some = {n: x[:, :, at] for n, x in gates.items()} or None
         answer = variant(
-            q[:, :, at],
-            k[:, :, at],
-            v[:, :, at],
-            causal=True,
-            gates=some,
-            key_mask=present[:, at],
-            state=state,
+            q[:, :, at], k[:, :, at], v[:, :, at], causal=True, gates=some, key_mask=present[:, at], state=state
         )
         outs.append(answer.out)
         state = answer.state
@@ -251,9 +235,7 @@ def test_the_state_is_one_structure_in_every_mode(name: str, options: dict[str, 
 
 
 @NAMED
-def test_beams_are_reordered_and_items_of_other_lengths_go_together(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_beams_are_reordered_and_items_of_other_lengths_go_together(name: str, options: dict[str, Any]) -> None:
     variant = create(name, num_heads=2, head_dim=D, value_dim=3, **options)
     q, k, v = tokens(12)
     gates = gates_of(variant, 12)
@@ -283,10 +265,7 @@ def test_an_initial_memory_is_copied_and_gets_its_gradient() -> None:
 @pytest.mark.parametrize(
     ("initial", "words"),
     [
-        (
-            torch.zeros(B, 2, D, 4),
-            r"must be a float tensor \[B, Hkv, Dk, Dv\] = \[2, 2, 4, 3\], got torch.float32",
-        ),
+        (torch.zeros(B, 2, D, 4), r"must be a float tensor \[B, Hkv, Dk, Dv\] = \[2, 2, 4, 3\], got torch.float32"),
         (torch.zeros(B, 2, D, 3).long(), "got torch.int64"),
         ([0.0], "got list"),
     ],

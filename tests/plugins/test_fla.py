@@ -71,9 +71,7 @@ class Fla(ModuleType):
             for kind in ("chunk", "fused_recurrent"):
                 setattr(self, f"{kind}_{name}", self.kernel(f"{kind}_{name}", takes, corrects))
 
-    def kernel(
-        self, name: str, takes: tuple[str, ...], corrects: bool
-    ) -> Callable[..., tuple[Tensor, Tensor]]:
+    def kernel(self, name: str, takes: tuple[str, ...], corrects: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         axes = 4 if name.endswith(("_gla", "_kda")) and "simple" not in name else 3
 
         def run(
@@ -142,9 +140,7 @@ def on_cpu(fla: Fla) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_the_package_it_is_unavailable_with_what_to_install(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_it_is_unavailable_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)
     said = ROWS.info(name).unavailable
     assert said == "needs the module 'fla', which is not installed; try: pip install flash-linear-attention"
@@ -154,9 +150,7 @@ def test_without_the_package_it_is_unavailable_with_what_to_install(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is told where there is no GPU")
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_gpu_it_is_unavailable_and_says_so(
-    name: str, fla: Fla, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_it_is_unavailable_and_says_so(name: str, fla: Fla, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     with pytest.raises(VariantUnavailable, match=rf"^{name}: computes on cuda alone, and there is no such"):
         ROWS.create(name, num_heads=1, head_dim=4)
@@ -208,10 +202,7 @@ def test_it_gives_what_the_variant_without_the_package_gives(
     other = create(name.removeprefix("fla_").replace("linear", "fast_weights"), **sizes, **options)
     q, k, v = (torch.randn(B, h, L, d).double() for h, d in ((H, DK), (shared, DK), (shared, DV)))
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    gates = {
-        n: torch.rand(B, shared, L, *[DK] * spec.shape.endswith("Dk]")).double()
-        for n, spec in mine.gates.items()
-    }
+    gates = {n: torch.rand(B, shared, L, *[DK] * spec.shape.endswith("Dk]")).double() for n, spec in mine.gates.items()}
     gates = {n: -g if n == "log_decay" else g for n, g in gates.items()}
     leaves = [x.requires_grad_(trained) for x in (q, k, v, *gates.values())]
     before = torch.randn(B, shared, DK, DV).double()
@@ -219,13 +210,7 @@ def test_it_gives_what_the_variant_without_the_package_gives(
     results = []
     for variant in (mine, other):
         made = variant(
-            q,
-            k,
-            v,
-            causal=True,
-            key_mask=present,
-            gates=gates or None,
-            state=variant.init_state(B, initial=before),
+            q, k, v, causal=True, key_mask=present, gates=gates or None, state=variant.init_state(B, initial=before)
         )
         found = [made.out, made.state.memory]
         if trained:
@@ -233,9 +218,7 @@ def test_it_gives_what_the_variant_without_the_package_gives(
         results.append(found)
     assert set(fla.calls) == {f"{'chunk' if trained else 'fused_recurrent'}_{kernel}"}
     for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(
-            got, expected, atol=1e-12, rtol=1e-11
-        )  # float64, sums of a few numbers of order 1
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-11)  # float64, sums of a few numbers of order 1
 
 
 def test_half_precision_reaches_the_kernels_as_it_is(on_cpu: Callable[[str], Any], fla: Fla) -> None:
@@ -244,15 +227,10 @@ def test_half_precision_reaches_the_kernels_as_it_is(on_cpu: Callable[[str], Any
     q, k, v = (torch.randn(B, 2, 80, DK, dtype=torch.bfloat16) for _ in range(3))
     k = torch.nn.functional.normalize(k, dim=-1)
     gates = {"beta": torch.rand(B, 2, 80).bfloat16(), "log_decay": -torch.rand(B, 2, 80).bfloat16()}
-    made = variant(
-        q, k, v, causal=True, scale=0.5, gates=gates, state=variant.init_state(B, dtype=torch.bfloat16)
-    )
+    made = variant(q, k, v, causal=True, scale=0.5, gates=gates, state=variant.init_state(B, dtype=torch.bfloat16))
     exact = create("gated_delta", num_heads=2, head_dim=DK)
     expected = exact(
-        *(x.double() for x in (q, k, v)),
-        causal=True,
-        scale=0.5,
-        gates={n: g.double() for n, g in gates.items()},
+        *(x.double() for x in (q, k, v)), causal=True, scale=0.5, gates={n: g.double() for n, g in gates.items()}
     ).out
     assert fla.calls == ["chunk_gated_delta_rule"]
     assert (made.out.dtype, made.state.memory.dtype) == (torch.bfloat16, torch.float32)
@@ -273,31 +251,23 @@ def test_gradients_of_gradients_are_refused_in_words(on_cpu: Callable[[str], Any
     x = torch.randn(1, 1, 3, 2, requires_grad=True)
     out = variant(x, x, x, causal=True).out
     with pytest.raises(
-        UnsupportedRequest,
-        match="fla_linear_on_cpu: the kernels of flash-linear-attention have no gradients of",
+        UnsupportedRequest, match="fla_linear_on_cpu: the kernels of flash-linear-attention have no gradients of"
     ):
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
 def test_what_the_kernels_do_not_take_is_refused_before_they_run(fla: Fla) -> None:
     x = torch.randn(1, 1, 3, 4)
-    with pytest.raises(
-        UnsupportedRequest,
-        match=r"dtype float32 \(allowed: bfloat16\).*device cpu \(allowed: cuda\)",
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"dtype float32 \(allowed: bfloat16\).*device cpu \(allowed: cuda\)"):
         FlaLinearAttention(num_heads=1, head_dim=4)(x, x, x)
     with pytest.raises(UnsupportedRequest, match="in steps of 2"):
         FlaLinearAttention(num_heads=1, head_dim=3)
-    with pytest.raises(
-        InvalidInput, match="fla_gated_delta: decay must be one of head, channel, got 'retention'"
-    ):
+    with pytest.raises(InvalidInput, match="fla_gated_delta: decay must be one of head, channel, got 'retention'"):
         FlaGatedDeltaAttention(num_heads=1, head_dim=4, decay="retention")
     assert not fla.calls
 
 
-def test_a_package_that_cannot_be_imported_is_told_as_an_instance_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_cannot_be_imported_is_told_as_an_instance_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("fla")  # installed, and without ops
     monkeypatch.setitem(sys.modules, "fla", package)
     monkeypatch.delitem(sys.modules, "fla.ops", raising=False)

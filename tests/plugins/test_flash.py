@@ -70,9 +70,7 @@ def test_a_kernel_that_will_not_serve_is_a_refusal_not_a_crash(monkeypatch: pyte
 
     monkeypatch.setattr(fused, "scaled_dot_product_attention", none)
     x = torch.randn(1, 1, 3, 8)
-    with pytest.raises(
-        UnsupportedRequest, match=r"torch's flash kernel takes no such call.*dot_product serves"
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"torch's flash kernel takes no such call.*dot_product serves"):
         create("flash", num_heads=1, head_dim=8)(x, x, x)
 
 
@@ -111,9 +109,7 @@ def test_a_causal_mask_with_padding_too_large_to_build_is_refused_by_its_request
         attnlab.attention(x, x, x, "flash", causal=True, key_lengths=torch.tensor([4000]))
 
 
-def test_on_cuda_only_half_precision_without_masks_is_said_to_be_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_cuda_only_half_precision_without_masks_is_said_to_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without triton, that is: with it kernels of its own serve the rest."""
     monkeypatch.setattr("attnlab_plugins.flash.variant.kernels_serve", lambda device: False)
     flash = attnlab.create("flash", num_heads=1, head_dim=64)

@@ -73,9 +73,7 @@ def made(layers: Any, kind: str, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("use_scale", [True, False])
 @pytest.mark.parametrize("kind", ["additive", "concat"])
 @pytest.mark.parametrize("rules", ["nothing", "key mask", "causal"])
-def test_outputs_and_weights_agree(
-    layers: Any, inputs: list[Tensor], kind: str, use_scale: bool, rules: str
-) -> None:
+def test_outputs_and_weights_agree(layers: Any, inputs: list[Tensor], kind: str, use_scale: bool, rules: str) -> None:
     layer, variant = made(layers, kind, use_scale=use_scale)
     query, key, value = inputs
     theirs: dict[str, Any] = {}
@@ -103,9 +101,7 @@ def test_gradients_of_the_inputs_agree(layers: Any, inputs: list[Tensor], kind: 
 
 
 @pytest.mark.parametrize("kind", ["additive", "concat"])
-def test_a_row_that_sees_nothing_is_a_mean_there_and_zero_here(
-    layers: Any, inputs: list[Tensor], kind: str
-) -> None:
+def test_a_row_that_sees_nothing_is_a_mean_there_and_zero_here(layers: Any, inputs: list[Tensor], kind: str) -> None:
     layer, variant = made(layers, kind, use_scale=True)
     query, key, value = inputs
     present = torch.tensor([[True] * LK, [False] * LK])

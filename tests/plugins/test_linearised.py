@@ -41,9 +41,7 @@ def by_loop(q: Any, k: Any, v: Any, visible: Any, phi: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", sorted(MAPS))
 def test_it_is_the_formula_of_the_paper(make: Any, kind: str, causal: bool) -> None:
     q, k, v = make(2, 4, 6, 8), make(2, 2, 6, 8), make(2, 2, 6, 3)
-    visible = (
-        numpy.ones((2, 6, 6)) if not causal else numpy.broadcast_to(numpy.tril(numpy.ones((6, 6))), (2, 6, 6))
-    )
+    visible = numpy.ones((2, 6, 6)) if not causal else numpy.broadcast_to(numpy.tril(numpy.ones((6, 6))), (2, 6, 6))
     got = attend(q, k, v, NAMES[kind], causal=causal, need_weights=True)
     wanted = by_loop(q, k, v, visible, MAPS[kind])
     torch.testing.assert_close(got.out, wanted, **CLOSE)
@@ -78,9 +76,7 @@ def test_padding_on_either_side_equals_trimming_and_gets_no_gradient(
 def test_padded_memory_in_cross_attention_equals_trimmed(make: Any) -> None:
     q, k, v = make(2, 1, 3, 4), make(2, 1, 7, 4), make(2, 1, 7, 4)
     got = attend(q, k, v, "linearised", key_lengths=torch.tensor([4, 7])).out
-    torch.testing.assert_close(
-        got[0], attend(q[:1], k[:1, :, :4], v[:1, :, :4], "linearised").out[0], **CLOSE
-    )
+    torch.testing.assert_close(got[0], attend(q[:1], k[:1, :, :4], v[:1, :, :4], "linearised").out[0], **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -94,9 +90,7 @@ def test_features_far_below_zero_do_not_vanish(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inputs_of_a_thousand_stay_finite_with_their_gradients(
-    name: str, causal: bool, dtype: torch.dtype
-) -> None:
+def test_inputs_of_a_thousand_stay_finite_with_their_gradients(name: str, causal: bool, dtype: torch.dtype) -> None:
     q, k, v = ((1e3 * torch.randn(1, 2, 70, 8)).to(dtype).requires_grad_() for _ in range(3))
     out = made(name, q)(q, k, v, causal=causal).out
     assert out.isfinite().all()

@@ -41,9 +41,7 @@ def test_each_score_is_the_formula_of_the_paper(make: Any, rows: Any, kind: str,
     for b in range(2):
         for h in range(2):
             x, y = q[b, h].numpy(), k[b, 0].numpy()
-            scores = numpy.array(
-                [[score_of(kind, variant, h, x[i], y[j], j) for j in range(L)] for i in range(L)]
-            )
+            scores = numpy.array([[score_of(kind, variant, h, x[i], y[j], j) for j in range(L)] for i in range(L)])
             out, weights = rows(scores, v[b, 0].numpy(), visible)
             torch.testing.assert_close(got.out[b, h], torch.from_numpy(out), **CLOSE)
             torch.testing.assert_close(got.weights[b, h], torch.from_numpy(weights), **CLOSE)
@@ -83,9 +81,7 @@ def test_dot_refuses_two_widths_and_names_both() -> None:
 def test_location_refuses_lengths_that_differ_and_states() -> None:
     variant = create("multiplicative_location", num_heads=1, head_dim=4)
     x = torch.randn(1, 1, 5, 4)
-    with pytest.raises(
-        UnsupportedRequest, match=r"3 queries and 5 keys \(allowed: one length\): location scores"
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"3 queries and 5 keys \(allowed: one length\): location scores"):
         variant(x[:, :, :3], x, x)
     with pytest.raises(UnsupportedRequest, match="state="):
         variant(x, x, x, state=create("dot_product", num_heads=1, head_dim=4).init_state(1))
@@ -95,9 +91,7 @@ def test_location_refuses_more_keys_than_it_has_rows_for_even_after_fewer() -> N
     variant = create("multiplicative_location", num_heads=1, head_dim=4, max_length=6)
     short, longer = torch.randn(1, 1, 6, 4), torch.randn(1, 1, 7, 4)
     variant(short, short, short), variant(short, short, short)
-    with pytest.raises(
-        UnsupportedRequest, match=r"7 keys \(allowed: up to max_length=6\): create it with a larger"
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"7 keys \(allowed: up to max_length=6\): create it with a larger"):
         variant(longer, longer, longer)
 
 
@@ -147,17 +141,13 @@ def test_local_p_reads_around_a_share_of_the_source_without_its_padding(
 ) -> None:
     sizes = {"num_heads": 1, "head_dim": 4, "value_dim": 40, "score": kind}
     variant = create("multiplicative", local="p", half_width=3, **sizes)
-    with (
-        torch.no_grad()
-    ):  # tanh of W_p q is 1 or -1, so that the share is sigmoid(towards) or its mirror, alike at 0
+    with torch.no_grad():  # tanh of W_p q is 1 or -1, so that the share is sigmoid(towards) or its mirror, alike at 0
         variant.W_p.zero_()
         variant.W_p += 1e-9
         variant.v_p.fill_(towards)
     q = torch.full((2, 1, 3, 4), 1e12)
     k, v = torch.zeros(2, 1, 40, 4), torch.eye(40).expand(2, 1, 40, 40)
-    out = variant(
-        q, k, v, key_mask=(torch.arange(40) >= 10) & (torch.arange(40) < torch.tensor([[40], [20]]))
-    ).out
+    out = variant(q, k, v, key_mask=(torch.arange(40) >= 10) & (torch.arange(40) < torch.tensor([[40], [20]]))).out
     for b, (first, length) in enumerate([(10, 30), (10, 10)]):
         centre = first + length * place
         inside = [j for j in range(first, first + length) if abs(j - centre) <= 3]

@@ -92,9 +92,7 @@ def test_the_banded_engine_forward_and_backward(left: int, right: int, sinks: in
         "sliding_window", num_heads=2, num_kv_heads=1, head_dim=4, left=left, right=right, sink_tokens=sinks
     )
     drawn = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(3, h, n, 4, dtype=torch.float64, generator=drawn).requires_grad_() for h in (2, 1, 1)
-    ]
+    inputs = [torch.randn(3, h, n, 4, dtype=torch.float64, generator=drawn).requires_grad_() for h in (2, 1, 1)]
     slope = torch.randn(3, 2, n, 4, dtype=torch.float64, generator=drawn)
     there = torch.arange(n) >= torch.tensor(pads)[:, None]
     out = variant(*inputs, key_mask=there).out
@@ -146,9 +144,7 @@ def test_sums_of_features_remember_where_each_row_began(sizes: list[int]) -> Non
         piece = slice(at, at + size)
         if number == 1:
             state = state.reorder(torch.arange(len(PADS)))
-        answer = variant(
-            *(x[:, :, piece] for x in inputs), causal=True, state=state, key_mask=present(40)[:, piece]
-        )
+        answer = variant(*(x[:, :, piece] for x in inputs), causal=True, state=state, key_mask=present(40)[:, piece])
         state, at = answer.state, at + size
         outs.append(answer.out)
     for b, pad in enumerate(PADS):
@@ -177,9 +173,7 @@ def test_positions_of_a_call_and_those_of_its_formula() -> None:
         (("linearised", {"feature_map": "cosformer"}), True),
     ],
 )
-def test_shift_invariance_is_a_fact_of_the_instance(
-    options: tuple[str, dict[str, Any]], invariant: bool
-) -> None:
+def test_shift_invariance_is_a_fact_of_the_instance(options: tuple[str, dict[str, Any]], invariant: bool) -> None:
     """F03"""
     name, chosen = options
     assert create(name, num_heads=1, head_dim=4, **chosen).shift_invariant is invariant

@@ -85,9 +85,7 @@ def test_decoding_token_by_token_gives_the_whole() -> None:
     torch.testing.assert_close(torch.cat(steps, 2), whole, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    "options", [{"left": -1}, {"right": -2}, {"left": None}, {"sink_tokens": True}, {"left": 2.5}]
-)
+@pytest.mark.parametrize("options", [{"left": -1}, {"right": -2}, {"left": None}, {"sink_tokens": True}, {"left": 2.5}])
 def test_a_window_that_is_no_count_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"sliding_window.*: \w+ must be an int of 0 or more, .* got "):
         create("sliding_window", **SIZES, **options)

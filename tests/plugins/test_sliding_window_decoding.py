@@ -129,12 +129,8 @@ def test_gradients_through_a_forgetting_state_are_those_of_the_whole() -> None:
     found = []
     for sizes in ([20], [1] * 20, [5, 1, 1, 6, 7]):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out = torch.cat(
-            [a.out for a in run(variant, leaves, sizes, variant.init_state(2, dtype=torch.float64))], 2
-        )
-        found.append(
-            torch.autograd.grad(out, leaves, torch.linspace(0, 1, out.numel()).view_as(out).double())
-        )
+        out = torch.cat([a.out for a in run(variant, leaves, sizes, variant.init_state(2, dtype=torch.float64))], 2)
+        found.append(torch.autograd.grad(out, leaves, torch.linspace(0, 1, out.numel()).view_as(out).double()))
     for other in found[1:]:
         for got, exact in zip(other, found[0], strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
@@ -145,9 +141,9 @@ def test_copies_of_a_forgetting_state_go_on_by_themselves() -> None:
     inputs = tokens(30)
     whole = variant(*inputs, causal=True).out
     with torch.no_grad():
-        state = run(
-            variant, [x[:, :, :20] for x in inputs], [1] * 20, variant.init_state(2, dtype=torch.float64)
-        )[-1].state
+        state = run(variant, [x[:, :, :20] for x in inputs], [1] * 20, variant.init_state(2, dtype=torch.float64))[
+            -1
+        ].state
         copies = [
             state.clone(),
             copy.deepcopy(state),
@@ -156,12 +152,10 @@ def test_copies_of_a_forgetting_state_go_on_by_themselves() -> None:
         ]
         for one in [*copies, state]:
             rest = run(variant, [x[:, :, 20:] for x in inputs], [1] * 10, one)
-            torch.testing.assert_close(
-                torch.cat([a.out for a in rest], 2), whole[:, :, 20:], rtol=1e-12, atol=1e-12
-            )
-        swapped = run(variant, inputs, [1] * 30, variant.init_state(2, dtype=torch.float64))[
-            -1
-        ].state.reorder(torch.tensor([1, 0]))
+            torch.testing.assert_close(torch.cat([a.out for a in rest], 2), whole[:, :, 20:], rtol=1e-12, atol=1e-12)
+        swapped = run(variant, inputs, [1] * 30, variant.init_state(2, dtype=torch.float64))[-1].state.reorder(
+            torch.tensor([1, 0])
+        )
         step = variant(*(x[[1, 0]][:, :, :1] for x in inputs), state=swapped).out
         expected = variant(*(torch.cat([x, x[:, :, :1]], 2) for x in inputs), causal=True).out[:, :, -1:]
         torch.testing.assert_close(step, expected[[1, 0]], rtol=1e-12, atol=1e-12)
@@ -194,9 +188,7 @@ def test_queries_that_stand_elsewhere_forget_nothing_or_are_refused() -> None:
     assert state.evicted == 0
     state = variant(*(x[:, :, 9:10] for x in inputs), causal=True, state=state).state
     assert state.evicted == 7
-    with pytest.raises(
-        UnsupportedRequest, match="queries must continue from its length, 10; leave offset out"
-    ):
+    with pytest.raises(UnsupportedRequest, match="queries must continue from its length, 10; leave offset out"):
         variant(*(x[:, :, 10:11] for x in inputs), causal=True, state=state, offset=0)
     assert not state.spent
 
@@ -228,9 +220,7 @@ def test_the_shortcut_of_a_decoding_step_changes_nothing(name: str, kv_heads: in
     for shortcut in (counted, lambda self, *step: None):
         monkeypatch.setattr(type(variant), "plain_step", shortcut)
         with torch.no_grad():
-            answers = run(
-                variant, [q, k, v], [1] * 30, variant.init_state(2, capacity=30, dtype=torch.float64)
-            )
+            answers = run(variant, [q, k, v], [1] * 30, variant.init_state(2, capacity=30, dtype=torch.float64))
         outs.append(torch.cat([a.out for a in answers], 2))
         assert all(a.state.spent for a in answers[:-1])
     torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
@@ -244,10 +234,7 @@ def test_the_shortcut_is_left_for_what_it_does_not_serve() -> None:
     def ready() -> Any:
         with torch.no_grad():
             return run(
-                variant,
-                [x[:, :, :4] for x in inputs],
-                [1] * 4,
-                variant.init_state(2, capacity=5, dtype=torch.float64),
+                variant, [x[:, :, :4] for x in inputs], [1] * 4, variant.init_state(2, capacity=5, dtype=torch.float64)
             )[-1].state
 
     step = [x[:, :, 4:5] for x in inputs]
@@ -308,9 +295,9 @@ def test_a_step_that_fails_leaves_its_state_usable_or_spent(monkeypatch: Any) ->
         inputs = tokens(12)
         whole = variant(*inputs, causal=True).out
         with torch.no_grad():
-            state = run(
-                variant, [x[:, :, :11] for x in inputs], [1] * 11, variant.init_state(2, dtype=torch.float64)
-            )[-1].state
+            state = run(variant, [x[:, :, :11] for x in inputs], [1] * 11, variant.init_state(2, dtype=torch.float64))[
+                -1
+            ].state
             last = [x[:, :, 11:] for x in inputs]
             with monkeypatch.context() as patch:
                 patch.setattr(fused, "scaled_dot_product_attention", failing)
@@ -330,9 +317,7 @@ def test_a_capacity_is_never_exceeded_whatever_the_store_could_hold(capacity: in
     inputs = tokens(capacity + 1)
     with torch.no_grad():
         state = run(variant, [x[:, :, :capacity] for x in inputs], [1] * capacity, state)[-1].state
-        with pytest.raises(
-            InvalidInput, match=f"capacity of {capacity} tokens, holds {capacity} and got 1 more"
-        ):
+        with pytest.raises(InvalidInput, match=f"capacity of {capacity} tokens, holds {capacity} and got 1 more"):
             variant(*(x[:, :, capacity:] for x in inputs), causal=True, state=state)
 
 

@@ -15,7 +15,7 @@ from attnlab.capabilities import DEVICES
 from attnlab.cli import tables, terminal
 from attnlab.cli.check_report import WRONG, report, summary
 from attnlab.cli.selection import is_pattern, select
-from attnlab.conformance.sharing import Workers, usable_cores
+from attnlab.conformance.running.sharing import Workers, usable_cores
 from attnlab.errors import AttnlabError, InvalidInput, PluginError, nearest
 
 if TYPE_CHECKING:
@@ -41,20 +41,13 @@ COLUMNS = ("variant", "topic", "check", "case", "status", "seconds", "message", 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="variants, or patterns such as 'multiplicative*'"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="variants, or patterns such as 'multiplicative*'")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
-        "--only",
-        action="append",
-        metavar="CHECK",
-        help="one check or one topic by name; may be given more than once",
+        "--only", action="append", metavar="CHECK", help="one check or one topic by name; may be given more than once"
     )
     parser.add_argument(
-        "--case",
-        metavar="ID",
-        help="one case of the checks by its id, or a pattern of ids: 'float16-causal*'",
+        "--case", metavar="ID", help="one case of the checks by its id, or a pattern of ids: 'float16-causal*'"
     )
     parser.add_argument(
         "--options",
@@ -71,9 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --mutants: all cases for the correct variants, not only the quick ones (10 to 20 minutes)",
     )
-    parser.add_argument(
-        "--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda, cuda:1, mps, ..."
-    )
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda, cuda:1, mps, ...")
     parser.add_argument(
         "--jobs",
         type=_jobs,
@@ -85,9 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _jobs(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 1024):
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number of processes, 1 to 1024, got {quoted(text)}"
-        )
+        raise argparse.ArgumentTypeError(f"expected a whole number of processes, 1 to 1024, got {quoted(text)}")
     return int(text)
 
 
@@ -97,13 +86,9 @@ def run(args: argparse.Namespace) -> int:
     if args.mutants:
         return _judge_the_suite(args)
     if args.thorough:
-        raise InvalidInput(
-            "--thorough goes with --mutants; without --quick every case of a variant runs anyway"
-        )
+        raise InvalidInput("--thorough goes with --mutants; without --quick every case of a variant runs anyway")
     if not args.names:
-        raise InvalidInput(
-            "check: give a NAME, '*' for all variants, or --mutants; `attnlab list` shows the names"
-        )
+        raise InvalidInput("check: give a NAME, '*' for all variants, or --mutants; `attnlab list` shows the names")
     names = _selected(args.names, default_registry().names(), args.options)
     _require_device(args.device)
     with _workers(args) as workers:
@@ -116,9 +101,7 @@ def _selected(wanted: Sequence[str], known: Sequence[str], every_setting: bool) 
     for word in wanted:
         name, brace, options = word.partition("{")
         for found in select([name.strip()], known):
-            chosen += (
-                [f"{found} {brace}{options}"] if brace else _settings(found) if every_setting else [found]
-            )
+            chosen += [f"{found} {brace}{options}"] if brace else _settings(found) if every_setting else [found]
     return list(dict.fromkeys(chosen))
 
 
@@ -251,9 +234,7 @@ def _results(name: str, args: argparse.Namespace, workers: Workers | None) -> It
 def _with_registry(result: CheckResult, files: list[str]) -> CheckResult:
     """The result, with the registry files of this call in the command that repeats it."""
     return (
-        replace(result, options=" ".join(f"--registry {shlex.quote(str(file))}" for file in files))
-        if files
-        else result
+        replace(result, options=" ".join(f"--registry {shlex.quote(str(file))}" for file in files)) if files else result
     )
 
 

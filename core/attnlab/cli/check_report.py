@@ -21,12 +21,7 @@ REASON = 200  # characters of a reason why something does not apply
 
 
 def report(
-    name: str,
-    results: Sequence[CheckResult],
-    *,
-    every: bool,
-    unverified: str = "",
-    seconds: float | None = None,
+    name: str, results: Sequence[CheckResult], *, every: bool, unverified: str = "", seconds: float | None = None
 ) -> str:
     """One variant's topics with counts and times, then what failed by check: `every` case, or the first ones.
 

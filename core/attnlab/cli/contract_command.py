@@ -40,8 +40,7 @@ def generated(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     asked = "".join(
-        f"| `{name}` | `{what}` |\n" if "=" in what else f"| `{name}` | {what} |\n"
-        for name, what in ASKABLE.items()
+        f"| `{name}` | `{what}` |\n" if "=" in what else f"| `{name}` | {what} |\n" for name, what in ASKABLE.items()
     )
     claimed = "".join(f"| `{name}` | {what} |\n" for name, what in PROPERTIES.items())
     table = f"| can be asked for | by |\n|---|---|\n{asked}\n| property | meaning |\n|---|---|\n{claimed}"

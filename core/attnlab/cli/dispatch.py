@@ -24,10 +24,7 @@ CORE = {
     "new": ("attnlab.cli.new_command", "a variant of your own to start from: code, registry row and test"),
     "row": ("attnlab.cli.row_command", "the registry row of a class, written from the class"),
     "contract": ("attnlab.cli.contract_command", "what every variant, caller and check agrees on"),
-    "doctor": (
-        "attnlab.cli.doctor_command",
-        "versions, devices, plugins and registry files, with their problems",
-    ),
+    "doctor": ("attnlab.cli.doctor_command", "versions, devices, plugins and registry files, with their problems"),
     "trust": ("attnlab.cli.trust_command", "allow a registry file that was found to run the code it names"),
 }
 
@@ -82,9 +79,7 @@ def run(words: Sequence[str], *, in_process: bool = False) -> int:
     with registry_files(args.registry):
         code = execute(args)
     if code is not None and not isinstance(code, int):
-        raise PluginError(
-            f"{args.command}: the command returned {quoted(code)} where an exit code was expected"
-        )
+        raise PluginError(f"{args.command}: the command returned {quoted(code)} where an exit code was expected")
     return code or 0
 
 
@@ -129,9 +124,7 @@ def _arguments_of_a_plugin(
         raise
     except argparse.ArgumentError as error:
         hint = "; --registry, -h and --help are attnlab's own" if "conflicting" in str(error) else ""
-        raise PluginError(
-            f"{name}: the command's arguments cannot be used: {words_of(error)}{hint}"
-        ) from error
+        raise PluginError(f"{name}: the command's arguments cannot be used: {words_of(error)}{hint}") from error
     except BaseException as error:
         # A stranger's code made these arguments and reads them: it may raise anything.
         raise PluginError(
@@ -178,9 +171,7 @@ def _top_parser() -> Parser:
         usage="attnlab [--registry FILE] COMMAND ...",
         add_help=False,
     )
-    top.add_argument(
-        "-h", "--help", action="store_true", help="this text; `attnlab COMMAND --help` for one command"
-    )
+    top.add_argument("-h", "--help", action="store_true", help="this text; `attnlab COMMAND --help` for one command")
     top.add_argument("--version", action="store_true", help="the version, and that of the plugin interface")
     _add_registry(top)
     return top

@@ -120,9 +120,7 @@ def ask_torch() -> tuple[dict[str, Any] | None, str | None]:
             return answer, None
         last = (child.stderr.strip().splitlines() or [f"it ended with code {child.returncode}"])[-1]
         missing = "No module named 'torch'" in last
-        hint = (
-            "install it with `pip install torch`" if missing else "it is installed and broken; reinstall it"
-        )
+        hint = "install it with `pip install torch`" if missing else "it is installed and broken; reinstall it"
         return None, f"torch cannot be imported: {last}; {hint}"
     except subprocess.TimeoutExpired:
         return None, f"torch did not answer within {PATIENCE} s"
@@ -165,9 +163,7 @@ def _page(found: dict[str, Any]) -> str:
         build = f"CUDA {torch['cuda build']}" if torch["cuda build"] else "no CUDA"
         facts = {**torch["devices"], "torch": f"{torch['version']}, {build}, {torch['threads']} threads"}
         parts.append(_section("devices", _pairs(facts)))
-    plugged = [
-        f"  {_plugin(p)}: {'left out, see problems' if p['problem'] else 'loaded'}" for p in found["plugins"]
-    ]
+    plugged = [f"  {_plugin(p)}: {'left out, see problems' if p['problem'] else 'loaded'}" for p in found["plugins"]]
     parts.append(_section("plugins", plugged or ["  none"]))
     files = [
         f"  {number}. {f['path']} ({_about(f)})" + (f"\n     {f['problem']}" if f["problem"] else "")

@@ -40,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "table":
         print(terminal.shown("\n\n".join(_page(facts) for facts in found)))
     else:
-        rows = [
-            {"variant": f["name"], "field": name, "value": value} for f in found for name, value in f.items()
-        ]
+        rows = [{"variant": f["name"], "field": name, "value": value} for f in found for name, value in f.items()]
         print(tables.render(rows, ("field", "value") if one else ("variant", "field", "value"), args.format))
     return 0
 

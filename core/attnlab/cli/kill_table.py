@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab.cli import tables, terminal
 
 if TYPE_CHECKING:
-    from attnlab.conformance.kills import Alarms, Kill
+    from attnlab.conformance.running.kills import Alarms, Kill
 
 KILL_COLUMNS = ("topic", "check", "mutant", "killed", "story")
 RECORD_COLUMNS = ("topic", "check", "mutant", "killed", "cases", "seconds", "story", "message")
@@ -20,9 +20,9 @@ RECORD_COLUMNS = ("topic", "check", "mutant", "killed", "cases", "seconds", "sto
 
 def run(form: str, quick: bool, workers: int) -> int:
     """Print the kill table, the alarms and the sum of both; 1 where a mutant lives, a check is idle or an alarm is false."""
-    from attnlab.conformance import kills
     from attnlab.conformance.checks import ALL
-    from attnlab.conformance.mutants import MUTANTS
+    from attnlab.conformance.running import kills
+    from attnlab_evaluations.suite_proof.mutants import MUTANTS
 
     started = time.monotonic()
     found: list[Kill] = []
@@ -46,9 +46,7 @@ def run(form: str, quick: bool, workers: int) -> int:
         print(tables.render([_record(kill) for kill in found], RECORD_COLUMNS, form))
     wrong = idle or any(not kill.killed for kill in found) or any(alarm.failed for alarm in alarms)
     if wrong and form != "table":
-        terminal.say(
-            "a mutant lives, a check kills nothing or an alarm is false; see the table without --format"
-        )
+        terminal.say("a mutant lives, a check kills nothing or an alarm is false; see the table without --format")
     return 1 if wrong else 0
 
 
@@ -56,30 +54,20 @@ def _record(kill: Kill) -> dict[str, Any]:
     return {**asdict(kill), "seconds": round(kill.seconds, 3)}
 
 
-def _print_tables(
-    found: Sequence[Kill], alarms: Sequence[Alarms], idle: Sequence[str], seconds: float
-) -> None:
+def _print_tables(found: Sequence[Kill], alarms: Sequence[Alarms], idle: Sequence[str], seconds: float) -> None:
     rows = [
-        {"topic": k.topic, "check": k.check, "mutant": k.mutant, "killed": k.killed, "story": k.story}
-        for k in found
+        {"topic": k.topic, "check": k.check, "mutant": k.mutant, "killed": k.killed, "story": k.story} for k in found
     ]
     print(tables.render(rows, KILL_COLUMNS, "table"))
     print()
     correct = [
-        {
-            "correct variant": a.variant,
-            "cases": a.cases,
-            "false alarms": len(a.failed),
-            "seconds": f"{a.seconds:.1f}",
-        }
+        {"correct variant": a.variant, "cases": a.cases, "false alarms": len(a.failed), "seconds": f"{a.seconds:.1f}"}
         for a in alarms
     ]
     print(tables.render(correct, ("correct variant", "cases", "false alarms", "seconds"), "table"))
     for kill in found:
         if not kill.killed:
-            print(
-                f"\n{terminal.paint('survived', 'red')}: {kill.mutant} ({kill.story}); {kill.check} passes it"
-            )
+            print(f"\n{terminal.paint('survived', 'red')}: {kill.mutant} ({kill.story}); {kill.check} passes it")
     for alarm in alarms:
         for result in alarm.failed:
             head = f"{terminal.paint('false alarm', 'red')}: {alarm.variant}, {result.check} [{result.case}]"

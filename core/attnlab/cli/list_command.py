@@ -38,15 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("names", nargs="*", metavar="NAME", help="variants to list, or patterns; default all")
     parser.add_argument(
-        "--can",
-        action="append",
-        default=[],
-        metavar="CAPABILITY",
-        help="only variants that declare it; repeatable",
+        "--can", action="append", default=[], metavar="CAPABILITY", help="only variants that declare it; repeatable"
     )
-    parser.add_argument(
-        "--capabilities", action="store_true", help="one column per capability, dtype and device"
-    )
+    parser.add_argument("--capabilities", action="store_true", help="one column per capability, dtype and device")
     parser.add_argument("--format", choices=tables.FORMATS, default="table")
 
 
@@ -158,9 +152,7 @@ def by_reason(infos: Sequence[VariantInfo]) -> dict[str, list[str]]:
 
 def _matrix(rows: list[dict[str, Any]], flags: Sequence[str]) -> str:
     """One line per capability, one column per variant: as many side by side as fit the terminal."""
-    lines = [
-        {"capability": fact, **{row["name"]: row[fact] for row in rows}} for fact in (*FACTS[1:], *flags)
-    ]
+    lines = [{"capability": fact, **{row["name"]: row[fact] for row in rows}} for fact in (*FACTS[1:], *flags)]
     blocks: list[list[str]] = [[]]
     for row in rows:
         columns = ["capability", *blocks[-1], row["name"]]
@@ -168,8 +160,4 @@ def _matrix(rows: list[dict[str, Any]], flags: Sequence[str]) -> str:
         if blocks[-1] and tables.table_width(columns, cells) > (terminal.width() or sys.maxsize):
             blocks.append([])
         blocks[-1].append(row["name"])
-    return (
-        "\n\n".join(tables.render(lines, ("capability", *names), "table") for names in blocks)
-        if rows
-        else NOTHING
-    )
+    return "\n\n".join(tables.render(lines, ("capability", *names), "table") for names in blocks) if rows else NOTHING

@@ -37,9 +37,7 @@ The tutorial, plugins/TUTORIAL.md in attnlab's repository, goes on from here."""
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("name", metavar="NAME", help="the new variant's name, such as my_variant")
-    parser.add_argument(
-        "--family", choices=FAMILIES, default="score", help="what to derive from; default: score"
-    )
+    parser.add_argument("--family", choices=FAMILIES, default="score", help="what to derive from; default: score")
     parser.add_argument("--package", action="store_true", help="an installable package in a folder NAME")
     parser.add_argument("--directory", metavar="DIR", default=".", help="where to write; default: here")
 
@@ -53,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
         lines = _package(args, folder) if args.package else _files(args, folder)
     except FileExistsError as problem:
         there = problem.filename2 or problem.filename  # of a link, the second is what exists
-        raise InvalidInput(
-            f"new: {there} exists already, and nothing is overwritten; choose another name"
-        ) from None
+        raise InvalidInput(f"new: {there} exists already, and nothing is overwritten; choose another name") from None
     except OSError as problem:
         why = problem.strerror or type(problem).__name__
         raise InvalidInput(
@@ -68,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def _files(args: argparse.Namespace, folder: Path) -> list[str]:
     """Write the variant, its test and its row; what to print."""
     name, registry = args.name, folder / PROJECT_FILE
-    new = {
-        folder / file: text for file, text in filling.module_files(name, args.family, PROJECT_FILE).items()
-    }
+    new = {folder / file: text for file, text in filling.module_files(name, args.family, PROJECT_FILE).items()}
     for path in new:
         require_free(path)
     row = filling.row(name, args.family, f"{name}.py:{class_name(name)}")
@@ -83,9 +77,7 @@ def _files(args: argparse.Namespace, folder: Path) -> list[str]:
         except CannotAdd as problem:
             _require_free_name(name, folder)
             print(terminal.shown(filling.registry_file(row).removeprefix(filling.HEAD)), end="")
-            raise InvalidInput(
-                f"{problem}; paste the row above under 'variants:' and run this again"
-            ) from None
+            raise InvalidInput(f"{problem}; paste the row above under 'variants:' and run this again") from None
         if text.encode("utf-8") != before:
             _require_free_name(name, folder)
             changed = {registry: (before, text)}

@@ -26,9 +26,7 @@ def plugin_commands(core: Container[str]) -> list[Command]:
         terminal.say(f"note: {fault}; it is left out, see `attnlab doctor`")
     hidden = [command.name for command in commands if command.name in core]
     if hidden:
-        terminal.say(
-            f"note: a plugin offers {', '.join(hidden)}, which attnlab itself has; attnlab's own is used"
-        )
+        terminal.say(f"note: a plugin offers {', '.join(hidden)}, which attnlab itself has; attnlab's own is used")
     return [command for command in commands if command.name not in core]
 
 

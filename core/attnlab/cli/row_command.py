@@ -30,9 +30,7 @@ summary and source are taken from its docstring (the first line, and a paragraph
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("target", metavar="CLASS", help="file.py:Class or package.module:Class")
-    parser.add_argument(
-        "--name", help="the variant's name; default: the class's own, or made from the class's"
-    )
+    parser.add_argument("--name", help="the variant's name; default: the class's own, or made from the class's")
     parser.add_argument("--file", action="store_true", help="print a whole registry file with this row alone")
 
 
@@ -49,15 +47,11 @@ def run(args: argparse.Namespace) -> int:
         cls = load_class(Entry("row", read, row))
     except AttnlabError as problem:
         beside = Path(f"{target.module.replace('.', '/')}.py") if target.module else None
-        hint = (
-            f"; for the file {beside} give {beside}:{target.attribute}" if beside and beside.is_file() else ""
-        )
+        hint = f"; for the file {beside} give {beside}:{target.attribute}" if beside and beside.is_file() else ""
         raise type(problem)(str(problem).replace(f", from {args.target}:0", "") + hint) from None
     name = args.name or (cls.name if NAME.fullmatch(cls.name) else _snake(cls.__name__))
     if not NAME.fullmatch(name):
-        raise InvalidInput(
-            f"row: a variant's name is {NAME_RULE}; got {quoted(name)}; give another with --name"
-        )
+        raise InvalidInput(f"row: a variant's name is {NAME_RULE}; got {quoted(name)}; give another with --name")
     text = row_of(cls, name, args.target)
     print(terminal.shown(registry_file(text) if args.file else text), end="")
     return 0
@@ -75,9 +69,7 @@ def _target(text: str) -> tuple[Target, Path]:
     try:
         return fields.target(At(Path("row"), "", Scalar(inner, 0, 0))), folder
     except RegistryFileError:
-        raise InvalidInput(
-            f"row: expected package.module:Class or path/to/file.py:Class, got {quoted(text)}"
-        ) from None
+        raise InvalidInput(f"row: expected package.module:Class or path/to/file.py:Class, got {quoted(text)}") from None
 
 
 def _snake(name: str) -> str:

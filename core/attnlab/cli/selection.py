@@ -25,17 +25,9 @@ def select(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
         return list(known)
     chosen: dict[str, None] = {}
     for name in wanted:
-        found = (
-            [k for k in known if fnmatchcase(k, name)]
-            if is_pattern(name)
-            else [k for k in known if k == name]
-        )
+        found = [k for k in known if fnmatchcase(k, name)] if is_pattern(name) else [k for k in known if k == name]
         if not found:
-            what = (
-                "no registered variant matches the pattern"
-                if is_pattern(name)
-                else "no variant is registered as"
-            )
+            what = "no registered variant matches the pattern" if is_pattern(name) else "no variant is registered as"
             raise UnknownVariant(f"{what} {quoted(name)}; {nearest(name, known)}")
         chosen.update(dict.fromkeys(found))
     return list(chosen)

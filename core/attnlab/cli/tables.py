@@ -17,9 +17,7 @@ GAP = "  "
 ELLIPSIS = "..."
 
 
-def render(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str], form: str, empty: str = "nothing to show"
-) -> str:
+def render(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], form: str, empty: str = "nothing to show") -> str:
     """The rows in one of `FORMATS`, without a final newline. JSON holds rows whole, the others `columns`."""
     if form == "json":
         return as_json(rows)
@@ -52,11 +50,7 @@ def as_json(value: Any) -> str:
 
     text = json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(), default=str)
     # What a terminal would act on is escaped as JSON has it, so that programs read the text as it was.
-    return (
-        "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text)
-        if printable(text) != text
-        else text
-    )
+    return "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text) if printable(text) != text else text
 
 
 def as_csv(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
@@ -127,6 +121,4 @@ def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]
 
 
 def _row(row: Sequence[str], widths: Sequence[int], gap: str) -> str:
-    return gap.join(
-        text + " " * (width - display_width(text)) for text, width in zip(row, widths, strict=True)
-    )
+    return gap.join(text + " " * (width - display_width(text)) for text, width in zip(row, widths, strict=True))

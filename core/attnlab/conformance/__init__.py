@@ -24,21 +24,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Case": "attnlab.conformance.cases",
-    "Check": "attnlab.conformance.check",
-    "CheckResult": "attnlab.conformance.results",
-    "NotApplicable": "attnlab.conformance.check",
-    "Scope": "attnlab.conformance.check",
-    "case": "attnlab.conformance.cases",
-    "check_names": "attnlab.conformance.runner",
-    "conformance": "attnlab.conformance.pytest_items",
-    "demand": "attnlab.conformance.messages",
-    "demand_close": "attnlab.conformance.messages",
-    "draw": "attnlab.conformance.inputs",
-    "iter_checks": "attnlab.conformance.runner",
-    "run_checks": "attnlab.conformance.runner",
-    "why_unverified": "attnlab.conformance.runner",
-    "with_check_options": "attnlab.conformance.subject",
+    "Case": "attnlab.conformance.oracle.cases",
+    "Check": "attnlab.conformance.running.check",
+    "CheckResult": "attnlab.conformance.running.results",
+    "NotApplicable": "attnlab.conformance.running.check",
+    "Scope": "attnlab.conformance.running.check",
+    "case": "attnlab.conformance.oracle.cases",
+    "check_names": "attnlab.conformance.running.runner",
+    "conformance": "attnlab.conformance.running.pytest_items",
+    "demand": "attnlab.conformance.compare.messages",
+    "demand_close": "attnlab.conformance.compare.messages",
+    "draw": "attnlab.conformance.oracle.inputs",
+    "iter_checks": "attnlab.conformance.running.runner",
+    "run_checks": "attnlab.conformance.running.runner",
+    "why_unverified": "attnlab.conformance.running.runner",
+    "with_check_options": "attnlab.conformance.running.subject",
 }
 
 __all__ = [
@@ -60,14 +60,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from attnlab.conformance.cases import Case, case
-    from attnlab.conformance.check import Check, NotApplicable, Scope
-    from attnlab.conformance.inputs import draw
-    from attnlab.conformance.messages import demand, demand_close
-    from attnlab.conformance.pytest_items import conformance
-    from attnlab.conformance.results import CheckResult
-    from attnlab.conformance.runner import check_names, iter_checks, run_checks, why_unverified
-    from attnlab.conformance.subject import with_check_options
+    from attnlab.conformance.compare.messages import demand, demand_close
+    from attnlab.conformance.oracle.cases import Case, case
+    from attnlab.conformance.oracle.inputs import draw
+    from attnlab.conformance.running.check import Check, NotApplicable, Scope
+    from attnlab.conformance.running.pytest_items import conformance
+    from attnlab.conformance.running.results import CheckResult
+    from attnlab.conformance.running.runner import check_names, iter_checks, run_checks, why_unverified
+    from attnlab.conformance.running.subject import with_check_options
 
 
 def __getattr__(name: str) -> Any:

@@ -68,9 +68,7 @@ def _by_blocks(*tensors: Tensor) -> bool:
 def _by_kernels(*tensors: Tensor) -> bool:
     """Whether Triton kernels serve these: on one CUDA device, or on the CPU where Triton is told to interpret."""
     device = tensors[0].device
-    return all(x.dtype in _KERNEL_DTYPES and x.device == device for x in tensors) and kernels_serve(
-        device.type
-    )
+    return all(x.dtype in _KERNEL_DTYPES and x.device == device for x in tensors) and kernels_serve(device.type)
 
 
 def _as_written(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
@@ -107,9 +105,7 @@ class _Scores(torch.autograd.Function):
 
 
 @in_own_precision
-def _gradients(
-    grad: Tensor, query: Tensor, key: Tensor, v: Tensor, v_asked: bool
-) -> tuple[Tensor | None, ...]:
+def _gradients(grad: Tensor, query: Tensor, key: Tensor, v: Tensor, v_asked: bool) -> tuple[Tensor | None, ...]:
     if _by_kernels(query, key, v):
         return additive_triton.backward(grad, query, key, v)
     return additive_cpu.backward(grad, query, key, v, v_asked)

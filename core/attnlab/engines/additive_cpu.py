@@ -65,11 +65,7 @@ def backward(
             at = slice(n, n + step)
             one = (g[at], q[at], k[at], w[at], tiles, v_asked)
             of_query[at], of_key[at], of_v[at] = by_channel(*one)
-    return (
-        of_query.view(query.shape),
-        of_key.view(key.shape),
-        of_v.view(-1, *v.shape).sum(0) if v_asked else None,
-    )
+    return (of_query.view(query.shape), of_key.view(key.shape), of_v.view(-1, *v.shape).sum(0) if v_asked else None)
 
 
 def _flat(query: Tensor, key: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,9 +94,7 @@ def _together(q: Tensor, k: Tensor, w: Tensor, near: bool) -> Tensor:
     return ((-2 * lead * u)[:, :, None] @ inside)[:, :, 0] + w.sum(1)[:, None, None]
 
 
-def _together_backward(
-    g: Tensor, q: Tensor, k: Tensor, w: Tensor, near: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _together_backward(g: Tensor, q: Tensor, k: Tensor, w: Tensor, near: bool) -> tuple[Tensor, Tensor, Tensor]:
     gs = g[:, :, None]  # [n, tq, 1, tk]
     if near:  # u / (u + e) is sigmoid(-2 (q + k)), whose derivative is that times the rest to 1
         u, e = torch.exp(-2 * q), torch.exp(2 * k)
@@ -146,9 +140,7 @@ def _by_channel(q: Tensor, k: Tensor, w: Tensor, tile: Tensor, scores: Tensor) -
 
 def _by_channel_far(q: Tensor, k: Tensor, w: Tensor, tile: Tensor, scores: Tensor) -> None:
     scores.zero_()
-    for q_d, k_d, w_d in zip(
-        _channels(q)[..., None], _channels(k)[:, :, None], w.T[:, :, None, None], strict=True
-    ):
+    for q_d, k_d, w_d in zip(_channels(q)[..., None], _channels(k)[:, :, None], w.T[:, :, None, None], strict=True):
         scores.addcmul_(torch.add(q_d, k_d, out=tile).tanh_(), w_d)
 
 
@@ -167,15 +159,7 @@ def _by_channel_backward(
     together = max(len(tiles) // heads, 1)  # channels, whose heads lie beside each other
     groups = (
         torch.split(x.view(-1, *x.shape[2:]), together * heads)
-        for x in (
-            u[..., None],
-            -e[:, :, None],
-            u[:, :, None],
-            e[:, :, None],
-            u_t[:, :, None],
-            t_e[:, :, None],
-            t_one,
-        )
+        for x in (u[..., None], -e[:, :, None], u[:, :, None], e[:, :, None], u_t[:, :, None], t_e[:, :, None], t_one)
     )
     turned = tiles.transpose(1, 2)
     for u_d, minus_e_d, row_d, column_d, u_t_d, t_e_d, t_one_d in zip(*groups, strict=True):

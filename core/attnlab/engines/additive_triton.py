@@ -106,9 +106,7 @@ def _prepared(x: Tensor, sign: int, block: int) -> _Side:
     return _Side(x, made, far, block)
 
 
-def _gradient(
-    mine: _Side, theirs: _Side, v: Tensor, grad: Tensor, of_v: Tensor | None, tiles: Configuration
-) -> Tensor:
+def _gradient(mine: _Side, theirs: _Side, v: Tensor, grad: Tensor, of_v: Tensor | None, tiles: Configuration) -> Tensor:
     """`[B, H, L, A]` in float32, of the side that is the rows of `grad [B, H, L, *]`; fills `of_v [B, H, blocks, A]`."""
     from attnlab.engines.additive_kernels import gradient_kernel
 

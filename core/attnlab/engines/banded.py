@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnlab._visibility_positions import leading_absent
 from attnlab.engines.fused import asks_for_out_alone
 from attnlab.engines.heads import accumulation_dtype, fold_groups, in_own_precision
+from attnlab.visibility.positions import leading_absent
 
 if TYPE_CHECKING:
     from attnlab.call import Call
@@ -88,9 +88,7 @@ class _Banded(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float, present: Tensor | None
-    ) -> Tensor:
+    def forward(query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float, present: Tensor | None) -> Tensor:
         return _Blocks(query, key, value, band, scale, present).forward()
 
     @staticmethod
@@ -122,22 +120,14 @@ class _Blocks:
     """One call cut into blocks: padded keys and values, and what hides inside and at the ends of the band."""
 
     def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        band: Band,
-        scale: float,
-        present: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float, present: Tensor | None
     ) -> None:
         self.band, self.scale, self.shape = band, scale, query.shape
         self.kv_heads, self.lk = key.shape[1], key.shape[2]
         self.groups = query.shape[1] // key.shape[1]
         side = self.side = SIDE
         self.count = -(-query.shape[2] // side)
-        self.width = (
-            -(-(side + band.left + band.right) // side) * side
-        )  # in whole sides, so that slices add up
+        self.width = -(-(side + band.left + band.right) // side) * side  # in whole sides, so that slices add up
         self.before = self.width - side - band.right  # keys of a block before its first query's own position
         self.pads = (
             self.before - band.offset,
@@ -153,10 +143,7 @@ class _Blocks:
         self.first_keys, self.first_values = self._first(key), self._first(value)  # [N, sinks, D]
         self.present = present
         self.there = None if present is None else torch.nn.functional.pad(present, self.pads)  # [B, padded]
-        at, column = (
-            torch.arange(side, device=query.device)[:, None],
-            torch.arange(self.width, device=query.device),
-        )
+        at, column = (torch.arange(side, device=query.device)[:, None], torch.arange(self.width, device=query.device))
         apart = column - at - self.before  # [side, width]: how far a key stands behind its query
         hidden = (apart < -band.left) | (apart > band.right)
         self.outside = torch.zeros(side, self.width, dtype=query.dtype, device=query.device).masked_fill(
@@ -175,9 +162,7 @@ class _Blocks:
         """`[B, Hq, Lq, W]` -> `[N, count, G side, W]`, the last block filled up with zeros."""
         batch, _, lq, width = x.shape
         x = torch.nn.functional.pad(x, (0, 0, 0, self.count * self.side - lq))
-        x = fold_groups(x, self.kv_heads).reshape(
-            batch * self.kv_heads, self.groups, self.count, self.side, width
-        )
+        x = fold_groups(x, self.kv_heads).reshape(batch * self.kv_heads, self.groups, self.count, self.side, width)
         return x.transpose(1, 2).reshape(batch * self.kv_heads, self.count, self.groups * self.side, width)
 
     def _unrowed(self, x: Tensor) -> Tensor:
@@ -191,9 +176,7 @@ class _Blocks:
         budget = GROUP_ELEMENTS if device.type == "cpu" else GROUP_ELEMENTS_ON_GPU
         several = max(1, budget // (self.groups * self.side * (self.width + self.band.sink_tokens)))
         begins = max(0, -(-self.pads[0] // self.side))  # blocks that begin before the first key
-        ends = max(
-            begins, self.count - max(0, -(-self.pads[1] // self.side))
-        )  # the first that ends past the last
+        ends = max(begins, self.count - max(0, -(-self.pads[1] // self.side)))  # the first that ends past the last
         return [
             (start, min(start + several, stop))
             for begin, stop in ((0, min(begins, self.count)), (begins, ends), (ends, self.count))
@@ -228,9 +211,7 @@ class _Blocks:
         hide = self.outside
         start, stop = self._span(first, last)
         if self.there is not None or start < 0 or stop > self.lk:
-            hide = hide.masked_fill(
-                ~self._there(n, first, last)[:, None, :], -torch.inf
-            )  # [blocks, R, width]
+            hide = hide.masked_fill(~self._there(n, first, last)[:, None, :], -torch.inf)  # [blocks, R, width]
         if self.band.sink_tokens:
             ahead = hide.new_zeros(blocks, hide.shape[-2], self.band.sink_tokens)
             ahead = ahead.masked_fill(~self._sinks_seen(n, first, last), -torch.inf)
@@ -297,9 +278,7 @@ class _Blocks:
             for_keys.append(self._added(n, torch.cat(key_columns)))
             for_values.append(self._added(n, torch.cat(value_columns)))
         query = self._unrowed(torch.cat(for_rows).view(self.rows.shape))
-        key, value = (
-            torch.stack(x).view(self.shape[0], self.kv_heads, self.lk, -1) for x in (for_keys, for_values)
-        )
+        key, value = (torch.stack(x).view(self.shape[0], self.kv_heads, self.lk, -1) for x in (for_keys, for_values))
         return query, key, value
 
     def _added(self, n: int, columns: Tensor) -> Tensor:

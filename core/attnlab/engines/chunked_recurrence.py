@@ -89,12 +89,7 @@ def served_by_kernels(memory: Tensor, *others: Tensor | None, log_decay: Tensor 
 
 
 def _served(
-    memory: Tensor,
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
+    memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, beta: Tensor | None, log_decay: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """beta is None where nothing corrects."""
     given = (memory, query, key, value, beta, log_decay)
@@ -169,15 +164,11 @@ def _by_torch(
     return out.reshape(*heads_of_items, *out.shape[1:]), state
 
 
-def _block(
-    state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording: bool
-) -> tuple[Tensor | None, Tensor]:
+def _block(state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording: bool) -> tuple[Tensor | None, Tensor]:
     """The same for `state [X, D, E]` and few tokens, all chunks of which go at once, but for what one state hands the next."""
     length = tokens.key.shape[1]
     n, c = chunks_of(length, chunk)
-    query = (
-        None if tokens.query is None else in_chunks(tokens.query, 2, n, c).transpose(1, 2)
-    )  # [X, N, G, C, D]
+    query = None if tokens.query is None else in_chunks(tokens.query, 2, n, c).transpose(1, 2)  # [X, N, G, C, D]
     key, value = in_chunks(tokens.key, 1, n, c), in_chunks(tokens.value, 1, n, c)  # [X, N, C, *]
     beta, g = (None if x is None else in_chunks(x, 1, n, c) for x in (tokens.beta, tokens.log_decay))
     decays = decays_of(g, key.dtype, recording)

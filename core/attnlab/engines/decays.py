@@ -97,9 +97,7 @@ class _OfChannels(Decays):
             parts = [inside, inside.new_zeros(*inside.shape[:-1], size - b)]
             if a:
                 before = right[:, :, :a] * self._factor(start - total[:, :, :a])
-                parts.insert(
-                    0, (mine * self._factor(since)[:, :, None]) @ before[:, :, None].transpose(-1, -2)
-                )
+                parts.insert(0, (mine * self._factor(since)[:, :, None]) @ before[:, :, None].transpose(-1, -2))
             rows.append(torch.cat(parts, -1))
         return torch.cat(rows, -2)
 
@@ -112,8 +110,6 @@ def _pair_products(left: Tensor, right: Tensor, since: Tensor) -> Tensor:
     ahead = torch.ones(since.shape[2], since.shape[2], dtype=torch.bool, device=since.device).triu(1)
     apart = (since[:, :, :, None] - since[:, :, None]).masked_fill(ahead[..., None], 0)  # [X, N, c, c, D]
     faded = apart.to(left.dtype).exp() * right[:, :, None]
-    if (
-        torch.compiler.is_compiling()
-    ):  # products of matrices would restrict a graph to lengths whose views merge
+    if torch.compiler.is_compiling():  # products of matrices would restrict a graph to lengths whose views merge
         return (left[:, :, :, :, None] * faded[:, :, None]).sum(-1)
     return torch.einsum("xngid,xnijd->xngij", left, faded)

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 MASK_ELEMENTS = 1 << 24
 
 
-def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
-) -> Tensor | None:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> Tensor | None:
     """`out [B, Hq, Lq, Dv]` by torch's function, or None where the request does not fit it.
 
     `scale` None is torch's default, `Dk^-0.5`. What decides is the request: its flags and shapes, never values.
@@ -35,11 +33,7 @@ def fused_attention(
         return None
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     trained = call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled()
-    if (
-        query.device.type == "cpu"
-        and (value.shape[3] != key.shape[3] or trained)
-        and holds(pairs > PLAIN_ELEMENTS)
-    ):
+    if query.device.type == "cpu" and (value.shape[3] != key.shape[3] or trained) and holds(pairs > PLAIN_ELEMENTS):
         return None  # torch would fall back to the plain formula, which forms every pair; tiles do not
     if scale is not None and scale <= 0:
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
@@ -48,9 +42,7 @@ def fused_attention(
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if query.stride(2) < query.shape[3]:
-        query = (
-            query.contiguous()
-        )  # rows that overlap: torch's CPU kernel gives its result the query's strides
+        query = query.contiguous()  # rows that overlap: torch's CPU kernel gives its result the query's strides
     # A branch, so that it is a bool where shapes are dynamic as well.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
     seen = call.visibility
@@ -59,9 +51,7 @@ def fused_attention(
     mask: Tensor | None = None
     if seen is not None:
         if seen.only_causal and seen.key_present is None and call.bias is None and _is_zero(seen.offset):
-            return scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
-            )
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
         if seen.mask_mod is not None:
             return None
         if seen.positional or seen.query_segments is not None:
@@ -88,9 +78,7 @@ def _over_groups(
     """torch's function; one query's heads of a group go as rows beside each other, so that each key is read once."""
     alone = grouped and not torch.compiler.is_compiling() and query.shape[2] == 1
     if not alone or (mask is not None and mask.shape[1] != 1):
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
-        )
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
     rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
     return out.reshape(*query.shape[:3], value.shape[3])

@@ -19,11 +19,7 @@ def expand_heads(tensor: Tensor, num_heads: int) -> Tensor:
     if kv_heads == num_heads:
         return tensor
     group = num_heads // kv_heads
-    return (
-        tensor[:, :, None]
-        .expand(batch, kv_heads, group, length, width)
-        .reshape(batch, num_heads, length, width)
-    )
+    return tensor[:, :, None].expand(batch, kv_heads, group, length, width).reshape(batch, num_heads, length, width)
 
 
 def fold_groups(tensor: Tensor, kv_heads: int) -> Tensor:

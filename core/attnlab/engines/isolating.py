@@ -39,10 +39,7 @@ def nonfinite_sums(weighs: Tensor, value: Tensor) -> Tensor:
     """
     value = value.detach()
     pairs = weighs.to(torch.float32)
-    kinds = [
-        (pairs @ kind.to(torch.float32)) > 0
-        for kind in (value.isnan(), value == torch.inf, value == -torch.inf)
-    ]
+    kinds = [(pairs @ kind.to(torch.float32)) > 0 for kind in (value.isnan(), value == torch.inf, value == -torch.inf)]
     nan, positive, negative = kinds
     found = torch.zeros(nan.shape, dtype=value.dtype, device=value.device)
     found = found.masked_fill(positive, torch.inf).masked_fill(negative, -torch.inf)

@@ -66,8 +66,7 @@ def align_to_queries(
         left = min(max(-offset, 0), query_length)
         right = query_length - left - (min(stop, lk) - min(start, lk))
         parts = [
-            torch.nn.functional.pad(t[:, :, min(start, lk) : min(stop, lk)], (0, 0, left, right))
-            for t in (key, value)
+            torch.nn.functional.pad(t[:, :, min(start, lk) : min(stop, lk)], (0, 0, left, right)) for t in (key, value)
         ]
         return parts[0], parts[1], kv, z
     places = torch.arange(lk, device=key.device)
@@ -77,10 +76,7 @@ def align_to_queries(
     source = torch.arange(query_length, device=key.device) + offset[:, None]  # [B, Lq]
     inside = ((source >= 0) & (source < lk))[:, None, :, None]
     index = source.clamp(0, max(lk - 1, 0))[:, None, :, None]
-    moved = [
-        t.gather(2, index.expand(-1, t.shape[1], -1, t.shape[3])).masked_fill(~inside, 0)
-        for t in (key, value)
-    ]
+    moved = [t.gather(2, index.expand(-1, t.shape[1], -1, t.shape[3])).masked_fill(~inside, 0) for t in (key, value)]
     return moved[0], moved[1], kv, z
 
 
@@ -173,14 +169,7 @@ def _by_recurrence(
 
 
 def _one_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv: Tensor,
-    z: Tensor,
-    normalise: bool,
-    least: float,
-    chunk: int,
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, normalise: bool, least: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, length = key.shape[1], key.shape[2]
     n, c = chunks_of(length, chunk)
@@ -189,9 +178,7 @@ def _one_block(
     # Contiguous, as each product would copy it else.
     v = in_chunks(value.contiguous(), 2, n, c)  # [B, Hkv, N, C, Dv]
     added = k.transpose(-1, -2) @ v  # [B, Hkv, N, P, Dv]
-    sums = torch.cat([kv[:, :, None], added], 2).cumsum(
-        2
-    )  # [B, Hkv, N + 1, P, Dv]: before each chunk, and after all
+    sums = torch.cat([kv[:, :, None], added], 2).cumsum(2)  # [B, Hkv, N + 1, P, Dv]: before each chunk, and after all
     inner = (q @ k[:, :, None].transpose(-1, -2)).tril_()  # [B, Hkv, G, N, C, C]
     out = (inner @ v[:, :, None]).add_(q @ sums[:, :, None, :-1])  # [B, Hkv, G, N, C, Dv]
     tokens = torch.cat([z[:, :, None], k.sum(-2)], 2).cumsum(2)  # [B, Hkv, N + 1, P]

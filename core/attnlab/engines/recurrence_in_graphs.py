@@ -42,17 +42,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from attnlab.engines.chunked_recurrence import chunked_recurrence
 
-    out, last = chunked_recurrence(
-        memory, query, key, value, beta=beta, log_decay=log_decay, corrects=corrects
-    )
+    out, last = chunked_recurrence(memory, query, key, value, beta=beta, log_decay=log_decay, corrects=corrects)
     # An operator's results are no views of its inputs.
     return (value.new_empty(0) if out is None else out.contiguous()), last.clone()
 
 
 @_forward.register_fake
-def _(
-    memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
+def _(memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out = value.new_empty(0) if query is None else value.new_empty(*query.shape[:4], value.shape[3])
     return out, torch.empty_like(memory, memory_format=torch.contiguous_format)
 
@@ -96,9 +92,7 @@ def _backward(
 
 @_backward.register_fake
 def _(of_out: Tensor | None, of_last: Tensor, *inputs: Any) -> list[Tensor]:
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if isinstance(x, Tensor)
-    ]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if isinstance(x, Tensor)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -34,9 +34,7 @@ def product(left, right):
 
 
 @triton.jit
-def pairs(
-    left, right, t, left_strides, right_strides, length, width, CHUNK: tl.constexpr, WIDTH: tl.constexpr
-):
+def pairs(left, right, t, left_strides, right_strides, length, width, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """[C, C]: left_i . right_j of a chunk's tokens t [C], from [L, width] each; by parts, as threads would hold whole rows otherwise."""
     PART: tl.constexpr = min(WIDTH, 32)
     total = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -49,9 +47,7 @@ def pairs(
 
 
 @triton.jit
-def reading(
-    at, state, t, strides, length, width, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr
-):
+def reading(at, state, t, strides, length, width, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr):
     """[C, E]: rows t of [L, width] times the state [D, E], by parts as well."""
     PART: tl.constexpr = min(WIDTH, 32)
     PARTS: tl.constexpr = WIDTH // PART
@@ -65,16 +61,7 @@ def reading(
 
 @triton.jit
 def solve_kernel(
-    key,
-    totals,
-    rates,
-    solved,
-    key_strides,
-    heads,
-    length,
-    rows,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    key, totals, rates, solved, key_strides, heads, length, rows, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """solved, contiguous float32 [B H, chunks, C, C]: R, the inverse of `1 + beta M`, `M_ij = k_i^T e^{T_i - T_j} k_j` for j < i, else 0.
 
@@ -171,9 +158,7 @@ def forward_kernel(
             q_at = query + item * query_strides[0] + head * query_strides[1]
             out_at = out + (x * groups * length + t[:, None]) * columns + e
             for _ in range(groups):
-                inside = pairs(
-                    q_at, key_at, t, query_strides[3:], key_strides[2:], length, rows, CHUNK, BLOCK_D
-                )
+                inside = pairs(q_at, key_at, t, query_strides[3:], key_strides[2:], length, rows, CHUNK, BLOCK_D)
                 read = reading(q_at, state, t, query_strides[3:], length, rows, CHUNK, BLOCK_D, BLOCK_E)
                 if totals is not None:
                     apart = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
@@ -257,9 +242,7 @@ def backward_kernel(
             for _ in range(groups):
                 k = tile(k_at, d[:, None], t[None, :], key_strides[4], key_strides[3], rows, length)  # [D, C]
                 v = tile(v_at, t[:, None], e, value_strides[3], value_strides[4], length, columns)  # [C, E]
-                inside = pairs(
-                    query_at, k_at, t, query_strides[2:], key_strides[3:], length, rows, CHUNK, BLOCK_D
-                )
+                inside = pairs(query_at, k_at, t, query_strides[2:], key_strides[3:], length, rows, CHUNK, BLOCK_D)
                 if totals is not None:
                     apart = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
                     inside = inside * tl.exp(tl.where(later, apart, 0.0))

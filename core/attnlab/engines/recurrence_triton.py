@@ -51,12 +51,7 @@ class _Fixed(NamedTuple):
 
 @in_own_precision
 def forward(
-    memory: Tensor,
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
+    memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, beta: Tensor | None, log_decay: Tensor | None
 ) -> Results:
     """out, `q_t^T S_t` of `S_t = e^{g_t} S_{t-1} + k_t u_t^T`, S_0 being memory; last is S_L.
 

@@ -37,9 +37,7 @@ def scan_recurrence(
     def run(memory: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
         outs = []
         for t in range(start, stop):
-            following = update(
-                memory, key[:, :, t], value[:, :, t], {n: g[:, :, t] for n, g in gates.items()}
-            )
+            following = update(memory, key[:, :, t], value[:, :, t], {n: g[:, :, t] for n, g in gates.items()})
             if present is not None:
                 following = torch.where(present[:, t].view(-1, *[1] * (memory.dim() - 1)), following, memory)
             memory = following

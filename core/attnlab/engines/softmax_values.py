@@ -47,9 +47,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-def _of_scores(
-    of_out: Tensor | None, of_weights: Tensor | None, weights: Tensor, value: Tensor
-) -> Tensor | None:
+def _of_scores(of_out: Tensor | None, of_weights: Tensor | None, weights: Tensor, value: Tensor) -> Tensor | None:
     if of_out is None and of_weights is None:
         return None
     if of_out is None:

@@ -21,7 +21,7 @@ from attnlab.engines.isolating import all_finite, cleaned, cleaned_rows, nonfini
 from attnlab.engines.recomputing import recomputed
 from attnlab.engines.softmax_values import softmax_values
 from attnlab.errors import InvalidInput
-from attnlab.visibility import Forgotten, Visibility
+from attnlab.visibility.resolved import Forgotten, Visibility
 
 if TYPE_CHECKING:
     from attnlab.call import ScoreMod
@@ -79,9 +79,7 @@ class Result(NamedTuple):
     lse: Tensor | None
 
 
-def tile_sides(
-    pairs: int, query_length: int, key_length: int, cost: float, recording: bool = False
-) -> tuple[int, int]:
+def tile_sides(pairs: int, query_length: int, key_length: int, cost: float, recording: bool = False) -> tuple[int, int]:
     """`(tq, tk)` for `pairs = B Hq` matrices; the whole matrix where it is small, whole rows with autograd where they are short."""
     if pairs * query_length * key_length * max(cost, 1) <= PLAIN_ELEMENTS:
         return query_length, key_length
@@ -120,9 +118,7 @@ def tiled_attention(
         visibility = Visibility(batch, heads, lq, lk, query.device)
     job = _Job(query, key, value, scoring, visibility, need_lse)
     job.returned = Returned(value.dtype, forgotten) if need_weights else None
-    if (
-        need_weights or torch.compiler.is_compiling()
-    ):  # a graph with tiles would serve the lengths of these tiles alone
+    if need_weights or torch.compiler.is_compiling():  # a graph with tiles would serve the lengths of these tiles alone
         return job.plain(need_weights)
     tq, tk = tile_sides(batch * heads, lq, lk, scoring.cost, recording)
     if tq >= lq and tk >= lk:
@@ -139,13 +135,7 @@ class _Job:
     """One call's tensors; its methods compute the plain formula, a row block online, or a row block with a graph."""
 
     def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scoring: Scoring,
-        visibility: Visibility,
-        need_lse: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, visibility: Visibility, need_lse: bool
     ) -> None:
         self.need_lse = need_lse
         self.returned: Returned | None = None  # where weights are wanted
@@ -334,9 +324,7 @@ class _Job:
         used = weights.to(w.dtype)
         if forgotten is not None:
             used = forgotten.taken(used)
-        if (
-            used.dtype != weights.dtype
-        ):  # the value that was not rounded, with the gradient of the rounded one
+        if used.dtype != weights.dtype:  # the value that was not rounded, with the gradient of the rounded one
             used = used + (precise - used).detach()
         return weights, used
 
@@ -361,15 +349,9 @@ def _part(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
 def _modified(score_mod: ScoreMod, s: Tensor, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     changed: Any = score_mod(s, *indices)
     if not isinstance(changed, Tensor) or not changed.is_floating_point():
-        got = (
-            str(changed.dtype).removeprefix("torch.")
-            if isinstance(changed, Tensor)
-            else type(changed).__name__
-        )
+        got = str(changed.dtype).removeprefix("torch.") if isinstance(changed, Tensor) else type(changed).__name__
         hint = "; a function that says who may attend goes into mask_mod=" if got == "bool" else ""
-        raise InvalidInput(
-            f"score_mod must return scores of the dtype and shape that it got, got {got}{hint}"
-        )
+        raise InvalidInput(f"score_mod must return scores of the dtype and shape that it got, got {got}{hint}")
     try:
         return changed.to(s.dtype).expand(s.shape)
     except RuntimeError:

@@ -179,9 +179,7 @@ def _machine_code(kernel: Any) -> tuple[int, int, int, int]:
         path = os.path.join(folder, "kernel.cubin")
         with open(path, "wb") as file:
             file.write(kernel.asm["cubin"])
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-        )
+        usage = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
         code = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout)
     assert found is not None, usage.stdout
@@ -251,13 +249,7 @@ def kernels_report(
             file=sys.stderr,
         )
         return 2
-    work = [
-        (a, d, w, c, calls[c])
-        for a in asked.arch
-        for d in asked.dtype
-        for w in asked.width
-        for c in asked.call
-    ]
+    work = [(a, d, w, c, calls[c]) for a in asked.arch for d in asked.dtype for w in asked.width for c in asked.call]
     rows: list[Row] = []
     if asked.jobs > 1:
         with ProcessPoolExecutor(min(asked.jobs, len(work))) as pool:

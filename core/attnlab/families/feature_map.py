@@ -15,7 +15,7 @@ from attnlab.engines.linear import align_to_queries, causal_linear, causal_linea
 from attnlab.errors import InvalidInput, PluginError
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
-from attnlab.state import LinearState, State, check_room
+from attnlab.state.states import LinearState, State, check_room
 from attnlab.visibility import Visibility
 
 _LARGE = 4.0  # a query's largest feature, at most
@@ -75,9 +75,7 @@ class FeatureMapAttention(Attention):
         nothing = torch.empty(1, self.num_kv_heads, 0, self.key_dim)
         if weight is not None:
             nothing = nothing.to(weight.device, accumulation_dtype(weight.dtype))
-        return int(
-            self.feature_map(nothing, role="key", positions=torch.arange(0, device=nothing.device)).shape[-1]
-        )
+        return int(self.feature_map(nothing, role="key", positions=torch.arange(0, device=nothing.device)).shape[-1])
 
     def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What features of inputs of `dtype` are computed and summed in: float32 or better; override it where a kernel cancels."""
@@ -112,13 +110,9 @@ class FeatureMapAttention(Attention):
         if seen.right is not None and isinstance(offset, int) and offset == 0 and query.shape[2] == new:
             # The common causal call: features are made block by block, while the cache holds them.
             def block(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-                return self._query_features(query, seen, start, stop), *self._features(
-                    key, value, seen, start, stop
-                )
+                return self._query_features(query, seen, start, stop), *self._features(key, value, seen, start, stop)
 
-            out, kv, z = causal_linear_blocks(
-                block, new, kv, z, normalise=self.normalise, least=self.least_total
-            )
+            out, kv, z = causal_linear_blocks(block, new, kv, z, normalise=self.normalise, least=self.least_total)
         else:
             q = self._query_features(query, seen, 0, query.shape[2])
             k, v = self._features(key, value, seen, 0, new)
@@ -127,9 +121,7 @@ class FeatureMapAttention(Attention):
                 out = read_sums(q, kv, z, self.normalise, self.least_total)
             else:
                 moved_k, moved_v, kv0, z0 = align_to_queries(k, v, offset, query.shape[2], kv, z)
-                out = causal_linear(
-                    q, moved_k, moved_v, kv0, z0, normalise=self.normalise, least=self.least_total
-                )
+                out = causal_linear(q, moved_k, moved_v, kv0, z0, normalise=self.normalise, least=self.least_total)
                 if state is not None:
                     kv, z = _added(kv, z, k, v)
         scale = self.default_scale() if call.scale is None else float(call.scale)
@@ -198,9 +190,7 @@ class FeatureMapAttention(Attention):
         # A factor of a query cancels: products of the features of huge tokens stay in range.
         return features * (_LARGE / features.detach().abs().amax(-1, keepdim=True)).clamp(max=1)
 
-    def _features(
-        self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int
-    ) -> tuple[Tensor, Tensor]:
+    def _features(self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Features and values of new tokens in the wide dtype; absent slots' features are zero after the map."""
         wide = self.sums_dtype(key.dtype)
         past = seen.key_length - key.shape[2]

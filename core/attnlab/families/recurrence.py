@@ -15,7 +15,7 @@ from attnlab.engines.scan import scan_recurrence
 from attnlab.errors import InvalidInput, PluginError
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
-from attnlab.state import RecurrentState, State, check_room
+from attnlab.state.states import RecurrentState, State, check_room
 
 RECURRENT_CAPABILITIES = Capabilities(
     causal=True,
@@ -93,13 +93,9 @@ class RecurrentAttention(Attention):
             if state is None
             else state.memory
         )
-        present = (
-            None if seen is None or seen.key_present is None else seen.key_present[:, seen.key_length - new :]
-        )
+        present = None if seen is None or seen.key_present is None else seen.key_present[:, seen.key_length - new :]
 
-        def run(
-            memory: Tensor, start: int, stop: int, query: Tensor | None = None
-        ) -> tuple[Tensor | None, Tensor]:
+        def run(memory: Tensor, start: int, stop: int, query: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
             return self.scan(
                 memory,
                 query,
@@ -157,17 +153,13 @@ class RecurrentAttention(Attention):
         lk, lq = k.shape[2], q.shape[3]
         places = torch.arange(lk, device=k.device)
         here = torch.ones(k.shape[0], lk, dtype=torch.bool, device=k.device) if present is None else present
-        _, memory = self.scan(
-            memory, None, k, v, gates, here & (places < offset[:, None]), recording=recording
-        )
+        _, memory = self.scan(memory, None, k, v, gates, here & (places < offset[:, None]), recording=recording)
         source = torch.arange(lq, device=k.device) + offset[:, None]  # [B, Lq]
         inside = (source >= 0) & (source < lk)
         index = source.clamp(0, max(lk - 1, 0))
         moved = {n: _gathered(g, index) for n, g in gates.items()}
         there = inside & here.gather(1, index)
-        out, _ = self.scan(
-            memory, q, _gathered(k, index), _gathered(v, index), moved, there, recording=recording
-        )
+        out, _ = self.scan(memory, q, _gathered(k, index), _gathered(v, index), moved, there, recording=recording)
         assert out is not None
         return out
 
@@ -190,11 +182,7 @@ class RecurrentAttention(Attention):
             wide = accumulation_dtype(dtype or torch.get_default_dtype())
             return RecurrentState(memory=torch.zeros(shape, device=device, dtype=wide))
         if not isinstance(initial, Tensor) or not initial.is_floating_point() or initial.shape != shape:
-            got = (
-                f"{initial.dtype} {list(initial.shape)}"
-                if isinstance(initial, Tensor)
-                else type(initial).__name__
-            )
+            got = f"{initial.dtype} {list(initial.shape)}" if isinstance(initial, Tensor) else type(initial).__name__
             raise InvalidInput(
                 f"{self.name}: init_state: initial must be a float tensor [B, Hkv, Dk, Dv] = {list(shape)}, got {got}"
             )

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnlab._derived import Origin, readable
-from attnlab._gate import stated
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.banded import band_of, banded_attention
@@ -20,8 +18,10 @@ from attnlab.engines.fused import fused_attention, fused_masked, fused_step
 from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
 from attnlab.errors import InvalidInput, PluginError
+from attnlab.gate.refusals import stated
 from attnlab.interface import Attention
-from attnlab.state import CacheState, State, check_index
+from attnlab.state.origin import Origin, readable
+from attnlab.state.states import CacheState, State, check_index
 from attnlab.visibility import Visibility
 
 SCORE_CAPABILITIES = Capabilities(
@@ -91,11 +91,7 @@ class ScoreAttention(Attention):
         value_dim: int | None = None,
     ) -> None:
         super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
+            num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         kind = type(self)
         self.reweights = kind.reweight is not ScoreAttention.reweight
@@ -127,9 +123,7 @@ class ScoreAttention(Attention):
         if self.inner_product:
             wide = torch.float64 if query.dtype == torch.float64 else torch.float32
             return query.to(wide) @ key.to(wide).transpose(-1, -2)
-        raise PluginError(
-            f"{type(self).__name__} writes no scores(query, key, *, query_positions, key_positions)"
-        )
+        raise PluginError(f"{type(self).__name__} writes no scores(query, key, *, query_positions, key_positions)")
 
     def project_query(self, query: Tensor) -> Tensor:
         """`[B, Hq, Lq, Dq]` -> `[B, Hq, Lq, *]`, once a call."""
@@ -189,9 +183,7 @@ class ScoreAttention(Attention):
             return 0
         return min(seen.key_range(0, seen.query_length)[0], seen.key_length - 1)
 
-    def _over(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, projected: bool
-    ) -> AttentionOutput:
+    def _over(self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, projected: bool) -> AttentionOutput:
         """`out`, `weights` and `lse` over these keys, which come out of a state where they are `projected`."""
         query = self.project_query(query)
         if self._projects and not (projected and self.projected_width is not None):
@@ -244,9 +236,7 @@ class ScoreAttention(Attention):
         """An empty cache of keys and values; with `capacity` allocated at once and never exceeded, else growing."""
         heads, width, value_dim = self.state_sizes
         kind = self.state_type if issubclass(self.state_type, CacheState) else CacheState
-        return kind.empty(
-            batch, heads, width, value_dim, capacity, device, dtype, value_heads=self.num_kv_heads
-        )
+        return kind.empty(batch, heads, width, value_dim, capacity, device, dtype, value_heads=self.num_kv_heads)
 
     def kept_from(self) -> dict[str, Tensor]:
         """All its parameters, where keys are projected; override it where keys take fewer."""
@@ -258,11 +248,7 @@ class ScoreAttention(Attention):
     @property
     def state_sizes(self) -> tuple[int, int, int]:
         if self.projected_width is None:
-            return (
-                self.num_kv_heads,
-                self.key_dim,
-                self.value_dim,
-            )  # not super(): torch.compile cannot trace that
+            return (self.num_kv_heads, self.key_dim, self.value_dim)  # not super(): torch.compile cannot trace that
         return self.num_heads, self.projected_width, self.value_dim
 
     def absorb(self, key: Tensor, value: Tensor, call: Call) -> State:
@@ -286,11 +272,7 @@ class ScoreAttention(Attention):
             and all(p.device == key.device for p in self.parameters())
         )
         if not fits:
-            got = (
-                f"{key.dtype} {list(key.shape)} on {key.device}"
-                if isinstance(key, Tensor)
-                else type(key).__name__
-            )
+            got = f"{key.dtype} {list(key.shape)} on {key.device}" if isinstance(key, Tensor) else type(key).__name__
             raise InvalidInput(
                 f"{self.name}: precompute takes floating-point key [B, {self.num_kv_heads}, Lk, {self.key_dim}] where its "
                 f"parameters are, got {got}"
@@ -318,9 +300,7 @@ class ScoreAttention(Attention):
     def _projected(self, key: Tensor) -> Tensor:
         return self.project_key(expand_heads(key, self.num_heads))
 
-    def extended(
-        self, key: Tensor, value: Tensor, call: Call, **further: Any
-    ) -> tuple[Tensor, Tensor, CacheState]:
+    def extended(self, key: Tensor, value: Tensor, call: Call, **further: Any) -> tuple[Tensor, Tensor, CacheState]:
         """Keys and values that the state of `call` holds with these behind them, and the next state; `further` goes to its `append`."""
         assert isinstance(call.state, CacheState)
         seen, held = call.visibility, call.state.value.shape[1]

@@ -48,9 +48,7 @@ def _directions(x: Tensor) -> Tensor:
     return scaled / (scaled**2).sum(-1, keepdim=True).clamp(min=(1e-3 / size) ** 2).sqrt()
 
 
-def favor(
-    query: Tensor, key: Tensor, *, visible: Tensor, parameters: Mapping[str, Tensor], **others: Any
-) -> Tensor:
+def favor(query: Tensor, key: Tensor, *, visible: Tensor, parameters: Mapping[str, Tensor], **others: Any) -> Tensor:
     """The mean over rows w of exp(w^T q' - |q'|^2 / 2) exp(w^T k' - |k'|^2 / 2), x' = x / D^(1/4) [Choromanski et al. 2020, lemma 1].
 
     Up to one factor per query, which the quotient cancels. Where all factors of a key underflow, its kernel values are 0.
@@ -67,9 +65,7 @@ def favor(
     return pair_products(torch.exp(of_query), torch.exp(exponents(key)), visible) / rows.shape[0]
 
 
-def hedgehog(
-    query: Tensor, key: Tensor, *, visible: Tensor, parameters: Mapping[str, Tensor], **others: Any
-) -> Tensor:
+def hedgehog(query: Tensor, key: Tensor, *, visible: Tensor, parameters: Mapping[str, Tensor], **others: Any) -> Tensor:
     """softmax(z)^T softmax(z') + softmax(-z)^T softmax(-z') of z = W_q q + b_q and z' = W_k k + b_k [Zhang et al. 2024, section 4.2]."""
     heads = query.shape[1]
     weight, bias = (per_query_head(parameters[name][None], heads)[0] for name in ("W_k", "b_k"))
@@ -97,12 +93,5 @@ def cosformer(
 
 
 KERNELS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
-    {
-        "taylor": taylor,
-        "dpfp": dpfp,
-        "cosine": cosine,
-        "favor": favor,
-        "hedgehog": hedgehog,
-        "cosformer": cosformer,
-    }
+    {"taylor": taylor, "dpfp": dpfp, "cosine": cosine, "favor": favor, "hedgehog": hedgehog, "cosformer": cosformer}
 )

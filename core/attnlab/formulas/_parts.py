@@ -24,9 +24,7 @@ def per_query_head(x: Tensor, num_heads: int) -> Tensor:
     return x[:, [h // group for h in range(num_heads)]]
 
 
-def without_absent(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def without_absent(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three with zeros where a query sees nothing and where a key is seen by no query."""
     sees = visible.any(dim=-1, keepdim=True)  # [B, H, Lq, 1]
     seen = visible.any(dim=-2).unsqueeze(-1)  # [B, H, Lk, 1]

@@ -94,9 +94,7 @@ def _tensors(value: Any, dtype: torch.dtype) -> Any:
 def shared_golden_cases() -> Mapping[str, tuple[GoldenCase, ...]]:
     """The golden cases of the shared formulas, by formula."""
     text = Path(__file__).with_name("golden.json").read_text(encoding="utf-8")
-    return {
-        formula: tuple(GoldenCase(**case) for case in cases) for formula, cases in json.loads(text).items()
-    }
+    return {formula: tuple(GoldenCase(**case) for case in cases) for formula, cases in json.loads(text).items()}
 
 
 def golden_cases(variant: Any) -> tuple[GoldenCase, ...]:

@@ -30,9 +30,7 @@ FEATURE_MAPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     }
 )
 
-LEAST_TOTAL: Mapping[str, float] = MappingProxyType(
-    dict.fromkeys(("relu", "squared_relu", "dpfp", "cosformer"), 1e-6)
-)
+LEAST_TOTAL: Mapping[str, float] = MappingProxyType(dict.fromkeys(("relu", "squared_relu", "dpfp", "cosformer"), 1e-6))
 """What the normaliser is at least, where all features shrink with their token (cosFormer's code: `clamp_min(..., 1e-6)`)."""
 
 
@@ -92,9 +90,7 @@ def linearised(
 
 def _out_of_range(query: Tensor, key: Tensor) -> bool:
     """Whether exp(q) * exp(k) could leave the dtype's range."""
-    largest = max(
-        (float(x.detach().abs().nan_to_num(0).max()) for x in (query, key) if x.numel()), default=0.0
-    )
+    largest = max((float(x.detach().abs().nan_to_num(0).max()) for x in (query, key) if x.numel()), default=0.0)
     limit = 0.4 * float(torch.tensor(torch.finfo(query.dtype).max, dtype=torch.float64).log())
     return largest > limit
 

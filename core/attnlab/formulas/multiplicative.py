@@ -69,18 +69,14 @@ def multiplicative(
         scores = _concat(query, key, visible, parameters["W_a"], parameters["v_a"])
     elif form == "location":
         if positions is None:
-            raise ValueError(
-                "multiplicative: the location form needs positions=(query_positions, key_positions)"
-            )
+            raise ValueError("multiplicative: the location form needs positions=(query_positions, key_positions)")
         scores = _location(query, parameters["W_a"], positions[1], key.shape[-2])
     else:
         raise ValueError(f"multiplicative: score must be dot, general, concat or location, got {form!r}")
     centre = None
     if (local := options.get("local")) is not None:
         if positions is None:
-            raise ValueError(
-                f"multiplicative: local-{local} needs positions=(query_positions, key_positions)"
-            )
+            raise ValueError(f"multiplicative: local-{local} needs positions=(query_positions, key_positions)")
         j, half = positions[1][:, None, None, :], options["half_width"]
         if local == "m":
             visible = visible & ((j - positions[0][:, None, :, None]).abs() <= half)

@@ -14,7 +14,7 @@ from torch import nn
 from attnlab.integrations.timm import TimmAttention, reason_against
 from attnlab.integrations.torch_mha import MultiheadAttention
 from attnlab.interface import Attention
-from attnlab.modules import MultiHeadAttention
+from attnlab.layers.multi_head import MultiHeadAttention
 
 ORIGINAL = "_attnlab_original"  # where a module that was swapped in keeps the one that it stands for
 _TORCHS = {
@@ -151,7 +151,7 @@ def _against_torchs(module: nn.MultiheadAttention) -> str:
 
 
 def _asking(host: nn.Module) -> list[nn.Module]:
-    from attnlab.integrations._transformers_layers import attention_layers
+    from attnlab.integrations.transformers.layers import attention_layers
 
     return list(attention_layers(host).values())
 

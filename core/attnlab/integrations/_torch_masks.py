@@ -112,9 +112,7 @@ def _only_hides(subject: str, able: Capabilities, plain: Tensor, mask: Tensor) -
     return True
 
 
-def _check(
-    subject: str, word: str, mask: Any, shapes: list[list[int]], layout: str, device: torch.device
-) -> None:
+def _check(subject: str, word: str, mask: Any, shapes: list[list[int]], layout: str, device: torch.device) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):

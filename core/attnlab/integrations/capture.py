@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attnlab.call import AttentionOutput
 from attnlab.errors import AttnlabError, InvalidInput
-from attnlab.integrations._facts_of_calls import FactsOfCalls
+from attnlab.integrations.transformers.call_facts import FactsOfCalls
 from attnlab.interface import Attention
 
 __all__ = ["Captured", "capture"]
@@ -74,9 +74,7 @@ Keep = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], AttentionOutput | N
 def _watch(captured: Captured, path: str) -> tuple[Ask, Keep]:
     """Two hooks: one that asks for weights, and one that keeps them and takes them out where the caller had not asked."""
 
-    def ask(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def ask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not torch.compiler.is_compiling() and all(block is not captured for block in _blocks.get()):
             return args, kwargs  # a call from another thread
         _calls.push(module, (captured, bool(kwargs.get("need_weights"))))

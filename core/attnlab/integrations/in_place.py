@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import nn
 
-from attnlab._choice import choice, in_words
 from attnlab._quoting import quoted
 from attnlab.catalogue import info
 from attnlab.errors import InvalidInput, UnsupportedRequest
@@ -34,6 +33,7 @@ from attnlab.integrations._in_place_layers import (
     places,
 )
 from attnlab.integrations._snapshot import unless_it_fails
+from attnlab.layers.choice import choice, in_words
 
 __all__ = ["Replacement", "replace", "restore"]
 
@@ -61,19 +61,10 @@ class Replacement:
     parameters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [
-            f"swapped: {len(self.swapped)}",
-            *(f"  {path}: {what}" for path, what in self.swapped.items()),
-        ]
-        lines += [
-            f"left: {len(self.left)}",
-            *(f"  {path or '(the model)'}: {why}" for path, why in self.left.items()),
-        ]
+        lines = [f"swapped: {len(self.swapped)}", *(f"  {path}: {what}" for path, what in self.swapped.items())]
+        lines += [f"left: {len(self.left)}", *(f"  {path or '(the model)'}: {why}" for path, why in self.left.items())]
         if self.parameters:
-            lines += [
-                f"the variants' own parameters: {len(self.parameters)}",
-                *(f"  {n}" for n in self.parameters),
-            ]
+            lines += [f"the variants' own parameters: {len(self.parameters)}", *(f"  {n}" for n in self.parameters)]
         return "\n".join(lines)
 
 
@@ -105,9 +96,7 @@ def replace(
     able = [layer for layer in wanted if not layer.reason]
     if not able:
         reasons = "; ".join(_by_reason(wanted))
-        raise InvalidInput(
-            f"replace: nothing that was asked for in {type(model).__name__} can be swapped: {reasons}"
-        )
+        raise InvalidInput(f"replace: nothing that was asked for in {type(model).__name__} can be swapped: {reasons}")
     again = [layer for layer in able if original_of(layer.module) or "attnlab" in layer.module._modules]
     if again and not replace:
         raise InvalidInput(
@@ -140,9 +129,7 @@ def restore(model: nn.Module) -> Replacement:
     and is named in the report. A model without variants is left alone. Raises
     `InvalidInput`, and changes nothing, where a parameter of a swapped module was taken out of it since, by `parametrize` or pruning.
     """
-    swapped = [
-        (path, module) for path, module in _checked("restore", model).named_modules() if original_of(module)
-    ]
+    swapped = [(path, module) for path, module in _checked("restore", model).named_modules() if original_of(module)]
     for path, module in swapped:
         _check_whole("restore", path, module)
     with unless_it_fails(model):
@@ -160,11 +147,9 @@ def _restore(model: nn.Module, swapped: list[tuple[str, Any]]) -> Replacement:
         for parent, name in held[id(module)]:
             parent._modules[name] = original
     for outer, host in hosts(model).items():
-        from attnlab.integrations._transformers_install import uninstall
+        from attnlab.integrations.transformers.install import uninstall
 
-        inside: dict[str, Any] = {
-            p: module for p, module in host.named_modules() if "attnlab" in module._modules
-        }
+        inside: dict[str, Any] = {p: module for p, module in host.named_modules() if "attnlab" in module._modules}
         names = {path: module.attnlab.name for path, module in inside.items()}
         went += [n for path in inside for n in _own_parameters(model, joined(outer, path))]
         for path in uninstall(host):  # type: ignore[arg-type]
@@ -260,20 +245,14 @@ def _put(held: list[tuple[nn.Module, str]], new: nn.Module) -> None:
 
 
 def _install(
-    model: nn.Module,
-    layers: list[Layer],
-    chosen: Mapping[str, Any],
-    example: Mapping[str, Any] | None,
-    replace: bool,
+    model: nn.Module, layers: list[Layer], chosen: Mapping[str, Any], example: Mapping[str, Any] | None, replace: bool
 ) -> None:
     """The variant in layers of Hugging Face models."""
     if not layers:
         return
-    from attnlab.integrations._transformers_install import install
+    from attnlab.integrations.transformers.install import install
 
-    found: dict[str, Any] = {
-        path: host for path, host in hosts(model).items() if path in {x.host for x in layers}
-    }
+    found: dict[str, Any] = {path: host for path, host in hosts(model).items() if path in {x.host for x in layers}}
     for path, host in found.items():
         inside = [x.path[len(path) + 1 if path else 0 :] for x in layers if x.host == path]
         install(host, chosen, layers=[glob.escape(p) for p in inside], example=example, replace=replace)

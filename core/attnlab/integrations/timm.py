@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlab._module_arguments import placement, variant_of
 from attnlab.engines import unit_length
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import bias_of
 from attnlab.interface import Attention
-from attnlab.modules import GateProjections
+from attnlab.layers.arguments import placement, variant_of
+from attnlab.layers.multi_head import GateProjections
 
 __all__ = ["TimmAttention", "reason_against"]
 
@@ -47,12 +47,7 @@ def reason_against(module: nn.Module) -> str | None:
     missing += [name for name in ("num_heads", "head_dim", "scale") if not hasattr(module, name)]
     if missing:
         return f"it lacks {', '.join(missing)}, which timm's Attention has"
-    held = [
-        n
-        for d in (module._modules, module._parameters, module._buffers)
-        for n, x in d.items()
-        if x is not None
-    ]
+    held = [n for d in (module._modules, module._parameters, module._buffers) for n, x in d.items() if x is not None]
     strange = [name for name in held if name not in (*_NEEDED, *_OPTIONAL)]
     if strange:
         return f"it holds {', '.join(strange)} beside what timm's Attention has"
@@ -111,9 +106,7 @@ class TimmAttention(nn.Module):
         ) in module._modules.items():  # in its order, which is that of the parameters and of the state dict
             setattr(self, name, held)
         if self._dropout and not attention.capabilities.dropout:
-            raise UnsupportedRequest(
-                f"{_NAME}: {attention.name} declares no dropout of weights; set attn_drop.p = 0"
-            )
+            raise UnsupportedRequest(f"{_NAME}: {attention.name} declares no dropout of weights; set attn_drop.p = 0")
         device, dtype = placement(self.qkv, module)
         # A packed weight does not tell its width, and not every wrapper says it; the usual one is that of all heads.
         width = int(getattr(self.qkv, "in_features", self.num_heads * self.head_dim))
@@ -136,14 +129,10 @@ class TimmAttention(nn.Module):
         asked: dict[str, Any] = {}
         if is_causal:
             if attn_mask is not None:
-                raise InvalidInput(
-                    f"{_NAME}: attn_mask and is_causal both say who sees whom; pass one of them"
-                )
+                raise InvalidInput(f"{_NAME}: attn_mask and is_causal both say who sees whom; pass one of them")
             asked["causal"] = True
         elif attn_mask is not None:
-            asked.update(
-                {"mask": attn_mask} if attn_mask.dtype == torch.bool else {"bias": _four_axes(attn_mask)}
-            )
+            asked.update({"mask": attn_mask} if attn_mask.dtype == torch.bool else {"bias": _four_axes(attn_mask)})
         if self.training and self._dropout:
             asked["dropout_p"] = self._dropout
         parts = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, L, 3, H, D]

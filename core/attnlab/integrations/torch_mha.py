@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlab._module_arguments import check_input, check_widths, plain_weight, variant_of
 from attnlab._quoting import quoted
 from attnlab.call import AttentionOutput
 from attnlab.engines import unit_length
@@ -47,20 +46,13 @@ from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.integrations._torch_masks import Sizes, translated
 from attnlab.integrations._torch_nested import Padded
 from attnlab.interface import Attention
-from attnlab.modules import GateProjections
+from attnlab.layers.arguments import check_input, check_widths, plain_weight, variant_of
+from attnlab.layers.multi_head import GateProjections
 
 __all__ = ["MultiheadAttention"]
 
 _NAME = "MultiheadAttention"
-_OWN = (
-    "in_proj_weight",
-    "q_proj_weight",
-    "k_proj_weight",
-    "v_proj_weight",
-    "in_proj_bias",
-    "bias_k",
-    "bias_v",
-)
+_OWN = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -103,9 +95,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )  # fmt: skip
         width = embed_dim // num_heads
         grouped = options.pop("num_kv_heads", None)
-        made = variant_of(
-            _NAME, variant, num_heads=num_heads, head_dim=width, num_kv_heads=grouped, options=options
-        )
+        made = variant_of(_NAME, variant, num_heads=num_heads, head_dim=width, num_kv_heads=grouped, options=options)
         sizes = (made.num_kv_heads, made.head_dim, made.key_dim, made.value_dim)
         if sizes != (num_heads, width, width, width):
             raise InvalidInput(
@@ -237,15 +227,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"{_NAME}: query, key and value must share a batch size, got {query.shape[0]}, {key.shape[0]} and {value.shape[0]}"
             )
         if key.shape[1] != value.shape[1]:
-            raise InvalidInput(
-                f"{_NAME}: key and value must have one length, got {key.shape[1]} and {value.shape[1]}"
-            )
+            raise InvalidInput(f"{_NAME}: key and value must have one length, got {key.shape[1]} and {value.shape[1]}")
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
         sizes = Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1], batched)
         able = self.attention.capabilities
-        asked = translated(
-            _NAME, able, sizes, query.device, key_padding_mask, attn_mask, bool(is_causal), appended
-        )
+        asked = translated(_NAME, able, sizes, query.device, key_padding_mask, attn_mask, bool(is_causal), appended)
         if "key_mask" in asked:  # what lies in absent slots must not reach the projections' gradients
             absent = ~asked["key_mask"][:, appended:, None]
             key = key.masked_fill(absent, 0)
@@ -309,11 +295,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         packed, bias = self.in_proj_weight, self.in_proj_bias
         if packed is not None and query is key and key is value:
             return F.linear(query, packed, bias).chunk(3, -1)
-        weights = (
-            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            if packed is None
-            else packed.chunk(3)
-        )
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
@@ -347,14 +329,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         padded = Padded(_NAME, query, key, value)
         out, weights = MultiheadAttention.forward(  # not a subclass's, which was called already
-            self,
-            padded.query,
-            padded.key,
-            padded.value,
-            padded.hidden,
-            need_weights,
-            None,
-            average_attn_weights,
+            self, padded.query, padded.key, padded.value, padded.hidden, need_weights, None, average_attn_weights
         )
         return padded.nested(out), None if weights is None else padded.without_padding(weights)
 

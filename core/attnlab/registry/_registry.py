@@ -52,9 +52,7 @@ class Registry:
         self._entries, self._row_problems = merge(self._reads)
 
     @classmethod
-    def default(
-        cls, extra_files: Iterable[str | os.PathLike[str]] = (), project_dir: Path | None = None
-    ) -> Registry:
+    def default(cls, extra_files: Iterable[str | os.PathLike[str]] = (), project_dir: Path | None = None) -> Registry:
         """Every layer: packages' files, the user's, `./attnlab.yaml`, `ATTNLAB_REGISTRY`, then `extra_files`.
 
         `project_dir` takes the place of the working directory. Only a named file raises `RegistryFileError`.
@@ -161,9 +159,7 @@ class Registry:
             )
         if name in self._entries and self._entries[name].read.trusted and not replaces:
             where = self._entries[name].where
-            raise InvalidInput(
-                f"register: {name!r} is already registered by {where}; give replaces=True to replace it"
-            )
+            raise InvalidInput(f"register: {name!r} is already registered by {where}; give replaces=True to replace it")
         if replaces and name not in self._entries:
             raise InvalidInput(f"register: there is no {name!r} to replace; {nearest(name, self._entries)}")
         known = {fact: getattr(target_class, fact, "") for fact in ("family", "formula")}
@@ -174,10 +170,7 @@ class Registry:
         if (needed := given.get("requires")) is not None:
             given["requires"] = dict(needed) if isinstance(needed, Mapping) else {m: m for m in needed}
         row = Row(
-            name,
-            Spot(Path(), 0, 0, name),
-            {k: v for k, v in given.items() if v not in (None, "")},
-            cls=target_class,
+            name, Spot(Path(), 0, 0, name), {k: v for k, v in given.items() if v not in (None, "")}, cls=target_class
         )
         with _registering:
             level = max((read.layer.level for read in self._reads), default=0) + 1

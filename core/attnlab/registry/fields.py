@@ -177,9 +177,7 @@ def hf_name(at: At) -> str:
     value = text(at)
     for part in (*HF_RESERVED, "/", "|"):
         if part in value.lower():
-            at.spot.fail(
-                f"must not contain {part!r}, which means something else in transformers, got {quoted(value)}"
-            )
+            at.spot.fail(f"must not contain {part!r}, which means something else in transformers, got {quoted(value)}")
     if not value.isascii() or not value.isidentifier() or value == "eager":
         at.spot.fail(f"expected letters, digits and underscores, not 'eager', got {quoted(value)}")
     return value
@@ -220,9 +218,7 @@ def target(at: At) -> Target:
         if "\\" in left:
             at.spot.fail(f"expected forward slashes in the path, got {quoted(value)}")
         if path.is_absolute() or ".." in path.parts or ":" in left or left.startswith("~"):
-            at.spot.fail(
-                f"the file must be below the YAML file's folder, with a relative path, got {quoted(value)}"
-            )
+            at.spot.fail(f"the file must be below the YAML file's folder, with a relative path, got {quoted(value)}")
         return Target("", str(path), attribute)
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in left.split(".")):
         at.spot.fail(f"expected package.module:Class or path/to/file.py:Class, got {quoted(value)}")
@@ -236,9 +232,7 @@ def options(at: At) -> dict[str, At]:
         if not name.isidentifier() or keyword.iskeyword(name):
             entry.spot.fail(f"expected an option name that Python accepts as an argument, got {quoted(name)}")
         if len(name) > LONGEST_OPTION:
-            entry.spot.fail(
-                f"expected an option name of at most {LONGEST_OPTION} characters, got {len(name)}"
-            )
+            entry.spot.fail(f"expected an option name of at most {LONGEST_OPTION} characters, got {len(name)}")
         if name in CREATE_ARGUMENTS:
             entry.spot.fail(f"{name!r} is an argument of create() and cannot be an option")
     return entries
@@ -258,9 +252,7 @@ def option_value(at: At) -> Any:
     if node.ambiguous:
         at.wrong("a plain value")
     if isinstance(node.value, str) and _looks_numeric(node.value):
-        at.spot.fail(
-            f"expected a number, got the text {quoted(node.value)}; write it without quotes (.inf, .nan)"
-        )
+        at.spot.fail(f"expected a number, got the text {quoted(node.value)}; write it without quotes (.inf, .nan)")
     return node.value
 
 

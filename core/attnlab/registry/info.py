@@ -79,9 +79,7 @@ def describe(entry: Entry, failure: str | None) -> VariantInfo:
     return VariantInfo(
         name=entry.name,
         summary=facts.get("summary", ""),
-        target=f"{target.__module__}:{target.__qualname__}"
-        if isinstance(target, type)
-        else str(target or ""),
+        target=f"{target.__module__}:{target.__qualname__}" if isinstance(target, type) else str(target or ""),
         family=facts.get("family", ""),
         formula=facts.get("formula", ""),
         source=facts.get("source", ""),
@@ -128,9 +126,7 @@ def refuse(entry: Entry, loaded: bool = False) -> Refusal | None:
         if not exists(module):
             lacking = f"needs the module {module!r}, which is not installed; try: pip install {distribution}"
             if module in sys.stdlib_module_names:
-                lacking = (
-                    f"needs the module {module!r}, which belongs to Python itself and is not part of this one"
-                )
+                lacking = f"needs the module {module!r}, which belongs to Python itself and is not part of this one"
             return Refusal(VariantUnavailable, lacking)
     if no_device := devices.lacking(facts.get("devices", ())):
         return Refusal(VariantUnavailable, no_device)
@@ -175,16 +171,12 @@ def _refuse_target(home: Entry) -> Refusal | None:
         top = target.module.partition(".")[0]
         missing = f"there is no module {target.module!r} (target {target}, from {home.where})"
         hint = (
-            f"install the package that has {top!r}"
-            if top == target.module or not exists(top)
-            else "correct the target"
+            f"install the package that has {top!r}" if top == target.module or not exists(top) else "correct the target"
         )
         return Refusal(VariantUnavailable, f"{missing}; {hint}")
     if layer.found and os.environ.get("ATTNLAB_TRUST") != "1" and (place := _beside(layer.path, spec)):
         what = f"the module of {target} is {place}, beside {layer.path}, which was found, not named"
-        hint = (
-            f"write the target as path/to/file.py:{target.attribute} and run attnlab trust, or name the file"
-        )
+        hint = f"write the target as path/to/file.py:{target.attribute} and run attnlab trust, or name the file"
         return Refusal(VariantUnavailable, f"{what}; {hint} with --registry")
     return None
 

@@ -60,9 +60,7 @@ class LayerFile:
         return f"{self.path} ({self.owner})" if self.owner else str(self.path)
 
 
-def find_layers(
-    extra_files: Iterable[str | os.PathLike[str]] = (), project_dir: Path | None = None
-) -> list[LayerFile]:
+def find_layers(extra_files: Iterable[str | os.PathLike[str]] = (), project_dir: Path | None = None) -> list[LayerFile]:
     """Every registry file in order, once by real path; a file that is also named counts as named only."""
     listed = _from_environment()
     named = [

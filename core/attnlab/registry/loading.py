@@ -34,9 +34,7 @@ def load_class(entry: Entry) -> type[Attention]:
     hands over the wrong thing. `KeyboardInterrupt` passes.
     """
     _require_base_class(entry)
-    if no_device := devices.lacking(
-        entry.facts.get("devices", ())
-    ):  # torch, which is imported now, knows better
+    if no_device := devices.lacking(entry.facts.get("devices", ())):  # torch, which is imported now, knows better
         raise VariantUnavailable(f"{entry.name}: {no_device}")
     home = entry.home
     if home.row.cls is not None:
@@ -62,11 +60,7 @@ def fault_of_class(found: object) -> str:
         base = getattr(interface, "Attention", None)
         if base is not None and isinstance(found, base):
             return f"{wanted}, got an instance of {type(found).__name__}; give the class itself"
-        got = (
-            quoted(found)
-            if isinstance(found, str | int | float) or found is None
-            else f"a {type(found).__name__}"
-        )
+        got = quoted(found) if isinstance(found, str | int | float) or found is None else f"a {type(found).__name__}"
         return f"{wanted}, got {got}"
     if interface is None or not issubclass(found, interface.Attention):
         return f"{wanted}, got the class {found.__name__}"
@@ -157,9 +151,7 @@ def _source(entry: Entry) -> bytes:
     assert target is not None
     source = trust.trusted_source(layer.path, entry.home.read.digest, target.path, needed=layer.found)
     if source is None:  # edited since it was asked whether something speaks against it
-        raise VariantUnavailable(
-            f"{subject(entry)}: not trusted as it is now; run: attnlab trust {layer.path}"
-        )
+        raise VariantUnavailable(f"{subject(entry)}: not trusted as it is now; run: attnlab trust {layer.path}")
     return source
 
 
@@ -167,9 +159,7 @@ def _attribute(entry: Entry, module: ModuleType, name: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        classes = [
-            n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__
-        ]
+        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
         raise PluginError(
             f"{subject(entry)}: the module has no class {quoted(name)}; {nearest(name, classes)}"
         ) from None

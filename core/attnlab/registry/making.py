@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnlab._quoting import abridged, quoted, words_of
-from attnlab.errors import (
-    AttnlabError,
-    InvalidInput,
-    PluginError,
-    RegistryFileError,
-    UnsupportedRequest,
-    nearest,
-)
+from attnlab.errors import AttnlabError, InvalidInput, PluginError, RegistryFileError, UnsupportedRequest, nearest
 from attnlab.registry.fields import CREATE_ARGUMENTS, Spot
 from attnlab.registry.loading import cause, sentence, subject
 from attnlab.registry.merge import Entry
@@ -36,9 +29,7 @@ def check_options(entry: Entry, given: Iterable[str]) -> None:
         _refuse_unknown(entry.name, given, entry.home.row.facts["options"])
 
 
-def make(
-    entry: Entry, cls: type[Attention], dims: Mapping[str, int | None], given: Mapping[str, Any]
-) -> Attention:
+def make(entry: Entry, cls: type[Attention], dims: Mapping[str, int | None], given: Mapping[str, Any]) -> Attention:
     """An instance of `cls`, with the row's options (null means the class's own default) under the caller's.
 
     Raises `InvalidInput` for an option that `__init__` does not accept or rejects. An `AttnlabError` of the
@@ -76,9 +67,7 @@ def make(
         if "OutOfMemory" in type(error).__name__:
             raise
         words = cause(error, options.values())
-        raise PluginError(
-            f"{subject(entry)}: making it failed: {words} (options: {_shown(options)})"
-        ) from error
+        raise PluginError(f"{subject(entry)}: making it failed: {words} (options: {_shown(options)})") from error
     made.name = entry.name
     return made
 

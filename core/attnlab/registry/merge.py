@@ -84,9 +84,7 @@ class Entry:
     def where(self) -> str:
         """The row's file and line, and the distribution: for messages."""
         owner = self.read.layer.owner
-        place = (
-            f"{self.row.spot.path}:{self.row.spot.line}" if self.row.cls is None else "the running program"
-        )
+        place = f"{self.row.spot.path}:{self.row.spot.line}" if self.row.cls is None else "the running program"
         return f"{place} ({owner})" if owner else place
 
 
@@ -126,9 +124,7 @@ def _add(entries: dict[str, Entry], new: Entry) -> list[str]:
         entries[new.name] = new
         return []
     if old is None and new.row.replaces:
-        nothing = (
-            f"no lower layer has a variant {new.name!r} to replace; remove 'replaces' or correct the name"
-        )
+        nothing = f"no lower layer has a variant {new.name!r} to replace; remove 'replaces' or correct the name"
         return _spoil(entries, new, "replaces", nothing)
     entries[new.name] = new
     if old is None:
@@ -186,9 +182,7 @@ def _resolve_presets(entries: dict[str, Entry]) -> list[str]:
             problems += _spoil(entries, entry, "extends", what)
         elif parent.spoiled:
             # Another row's fault: not raised, even where this row is in a named file.
-            entry.spoiled = str(
-                entry.row.spots["extends"].error(f"{wanted!r} cannot be used: {parent.spoiled}")
-            )
+            entry.spoiled = str(entry.row.spots["extends"].error(f"{wanted!r} cannot be used: {parent.spoiled}"))
             problems.append(entry.spoiled)
         else:
             entry.parent = parent
@@ -243,8 +237,6 @@ def _withhold_shared_hf_names(entries: dict[str, Entry]) -> list[str]:
         for entry in sharing:
             entry.shares_hf_name = len(trusted) != 1 or entry is not trusted[0]
         places = " and ".join(f"{e.name!r} of {e.where}" for e in sharing[:LONGEST_CHAIN])
-        keeps = (
-            f"only {trusted[0].name!r} has it" if len(trusted) == 1 else "neither has it until one is changed"
-        )
+        keeps = f"only {trusted[0].name!r} has it" if len(trusted) == 1 else "neither has it until one is changed"
         problems.append(f"hf_name {name!r} is given by {places}; {keeps}")
     return problems

@@ -84,10 +84,7 @@ def read_rows(root: Node, path: Path) -> tuple[list[Row], list[Fault]]:
     top = At(path, "", root)
     entries = fields.mapping(top, "a mapping with 'version' and 'variants'")
     fields.known_keys(entries, top, ("version", "variants"))
-    for needed, hint in (
-        ("version", f"add 'version: {VERSION}'"),
-        ("variants", "add 'variants:' with the rows"),
-    ):
+    for needed, hint in (("version", f"add 'version: {VERSION}'"), ("variants", "add 'variants:' with the rows")):
         if needed not in entries:
             top.spot.fail(f"the key {needed!r} is missing; {hint}")
     version = entries["version"]

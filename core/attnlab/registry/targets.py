@@ -28,9 +28,7 @@ from attnlab.registry.yaml_reader import read_file
 
 __path__: list[str] = []  # which makes the modules of targets this one's children
 
-IN_CHILDREN = (
-    "ATTNLAB_TARGETS_RUN"  # environment variable: digests that this process ran, so its children may
-)
+IN_CHILDREN = "ATTNLAB_TARGETS_RUN"  # environment variable: digests that this process ran, so its children may
 _NAME = re.compile(re.escape(__name__) + r"\.\w*_[0-9a-f]{16}_(?P<place>[a-z2-7]+)")
 _lock = threading.RLock()
 _guarded: dict[str, Path] = {}  # modules of found files' targets -> the registry file
@@ -134,9 +132,7 @@ def load_again(name: str) -> ModuleType | None:
                 f"files, then run: attnlab trust {yaml_path}, or name the file with ATTNLAB_REGISTRY"
             )
     except RegistryFileError as error:
-        raise VariantUnavailable(
-            f"{target}: what is loaded needs this target of {yaml_path}: {error}"
-        ) from error
+        raise VariantUnavailable(f"{target}: what is loaded needs this target of {yaml_path}: {error}") from error
     return run_target(yaml_path, target, source, found=needed)
 
 
@@ -190,9 +186,7 @@ class _Guard(importlib.abc.MetaPathFinder):
         yaml_path = _importing(sys._getframe(1))
         if yaml_path is None or os.environ.get("ATTNLAB_TRUST") == "1":
             return None
-        spec = next(
-            (s for f in sys.meta_path if f is not self and (s := f.find_spec(fullname, path, target))), None
-        )
+        spec = next((s for f in sys.meta_path if f is not self and (s := f.find_spec(fullname, path, target))), None)
         origin = spec.origin if spec is not None and spec.has_location else None
         if spec is None or origin is None or not below(origin, folders_of(yaml_path)):
             return spec

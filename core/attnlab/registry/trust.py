@@ -85,11 +85,8 @@ def all_trusted(yaml_path: Path, yaml_digest: str, targets: list[str]) -> bool:
     record = record_of(yaml_path)
     try:
         files = [target_file(yaml_path, target) for target in targets]
-        return all(
-            record.targets.get(target) == digest(read_target(yaml_path, target)) for target in targets
-        ) and all(
-            record.imports.get(str(file)) == digest(_read(yaml_path, file))
-            for file in imported_files(yaml_path, files)
+        return all(record.targets.get(target) == digest(read_target(yaml_path, target)) for target in targets) and all(
+            record.imports.get(str(file)) == digest(_read(yaml_path, file)) for file in imported_files(yaml_path, files)
         )
     except RegistryFileError:
         return False
@@ -137,13 +134,9 @@ def target_file(yaml_path: Path, target: str) -> Path:
     try:
         found = Path(os.path.realpath(folder / target))
     except ValueError as error:  # text that the file system's encoding lacks
-        raise RegistryFileError(
-            f"{yaml_path}: no file can have the path of the target {target!a}: {error}"
-        ) from None
+        raise RegistryFileError(f"{yaml_path}: no file can have the path of the target {target!a}: {error}") from None
     if not found.is_relative_to(folder):
-        raise RegistryFileError(
-            f"{yaml_path}: the target {target} leads to {found}, which is not below {folder}"
-        )
+        raise RegistryFileError(f"{yaml_path}: the target {target} leads to {found}, which is not below {folder}")
     return found
 
 
@@ -173,9 +166,7 @@ def _read(yaml_path: Path, file: Path) -> bytes:
         return read_regular(file, MAX_BYTES)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise RegistryFileError(
-            f"{yaml_path}: {file}, which a target imports, cannot be read: {why}"
-        ) from None
+        raise RegistryFileError(f"{yaml_path}: {file}, which a target imports, cannot be read: {why}") from None
 
 
 def _everything() -> bool:

@@ -39,9 +39,7 @@ _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
-_YAML_11_WORDS = frozenset(
-    w for word in ("yes", "no", "on", "off") for w in (word, word.title(), word.upper())
-)
+_YAML_11_WORDS = frozenset(w for word in ("yes", "no", "on", "off") for w in (word, word.title(), word.upper()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +122,7 @@ class _Reader:
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
-                    self.fail(
-                        *_place(event), "expected one document, got a second one after '---'; use two files"
-                    )
+                    self.fail(*_place(event), "expected one document, got a second one after '---'; use two files")
                 root = self.node(next(self.events), 1)
         if root is None:
             self.fail(1, 1, "the file is empty; expected 'version: 1' and 'variants:'")
@@ -184,9 +180,7 @@ def _scalar(event: Any, line: int, column: int) -> Scalar:
     if text in _YAML_11_WORDS:
         return Scalar(text, line, column, "write true or false, or quote it if the word itself is meant")
     if _OCTAL.fullmatch(text):
-        return Scalar(
-            text, line, column, "write the number without its leading zero (0o17 is octal), or quote it"
-        )
+        return Scalar(text, line, column, "write the number without its leading zero (0o17 is octal), or quote it")
     try:
         if _INT.fullmatch(text):
             whole = int(text, 0)
@@ -220,9 +214,7 @@ def _decode(data: bytes, path: Path) -> str:
     if bad := _UNPRINTABLE.search(text):
         line = text.count("\n", 0, bad.start()) + 1
         column = bad.start() - (text.rfind("\n", 0, bad.start()) + 1) + 1
-        raise RegistryFileError(
-            f"{path}:{line}:{column}: expected text, got the control character {bad[0]!r}"
-        )
+        raise RegistryFileError(f"{path}:{line}:{column}: expected text, got the control character {bad[0]!r}")
     return text
 
 

@@ -18,10 +18,7 @@ HEAD = f"version: {VERSION}\nvariants:\n"
 def module_files(name: str, family: str, registry: str) -> dict[str, str]:
     """The variant `NAME.py` and its test; `registry` is the name of the file that will have its row."""
     words = _words(name, registry)
-    return {
-        f"{name}.py": _filled(f"{family}.py", words),
-        f"test_{name}.py": _filled("test.py", words),
-    }
+    return {f"{name}.py": _filled(f"{family}.py", words), f"test_{name}.py": _filled("test.py", words)}
 
 
 def row(name: str, family: str, target: str) -> str:

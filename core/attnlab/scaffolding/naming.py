@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 # Imported by every variant or its test, so never free, installed here or not.
 _NEEDED = frozenset({"attnlab", "torch", "pytest"})
 # Windows opens a device under these names, whatever the ending.
-_DEVICES = frozenset(
-    {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
-)
+_DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))})
 
 
 def class_name(name: str) -> str:
@@ -106,7 +104,5 @@ def _importable(name: str, folder: Path) -> str:
     if spec.origin:  # the file itself, from an earlier run, is told as such when it is written
         return "" if os.path.realpath(spec.origin) == os.path.join(here, f"{name}.py") else spec.origin
     # A folder without __init__.py; one that lies beside the new file is meant to.
-    outside = [
-        p for p in spec.submodule_search_locations or () if os.path.dirname(os.path.realpath(p)) != here
-    ]
+    outside = [p for p in spec.submodule_search_locations or () if os.path.dirname(os.path.realpath(p)) != here]
     return outside[0] if outside else ""

@@ -56,9 +56,7 @@ def _capabilities(cls: type[Attention]) -> Capabilities:
     """What an instance with default options can do on a CPU, as rows state it; the class's own where none can be made."""
     try:
         return cls(num_heads=2, head_dim=64).capabilities_on("cpu")
-    except (
-        Exception
-    ):  # an option without a default, sizes that it does not take, or whatever a stranger's class raises
+    except Exception:  # an option without a default, sizes that it does not take, or whatever a stranger's class raises
         return cls.capabilities
 
 

@@ -72,14 +72,7 @@ class FastWeightsAttention(RecurrentAttention):
             return super().scan(memory, query, key, value, gates, present, recording=recording)
         key, value, beta, decay = self.without_absent(key, value, gates, present)
         return chunked_recurrence(
-            memory,
-            query,
-            key,
-            value,
-            beta=beta,
-            log_decay=decay,
-            corrects=self.corrects,
-            recording=recording,
+            memory, query, key, value, beta=beta, log_decay=decay, corrects=self.corrects, recording=recording
         )
 
 
@@ -123,11 +116,7 @@ class _Fading(FastWeightsAttention):
         if decay in _DECAY:
             self.gates["log_decay"] = _DECAY[decay]  # type: ignore[index]
         super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
+            num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         self.options = {"decay": decay}
         if decay == "retention":

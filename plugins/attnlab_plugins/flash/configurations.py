@@ -68,7 +68,7 @@ _AMPERE = _SMALL | {
     | {
         32: ((64, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
         128: ((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2)),
-    },
+    }
 }
 # sm_100 sums in a memory of its own, yet weighs the sums in registers: where rules and extras come on top, tiles of _HOPPER
 # spill. There the side that a block walks over is halved, for the other says how often rows are read anew; gradients of keys
@@ -94,8 +94,7 @@ _BLACKWELL = _HOPPER | {
         64: ((64, 128, 8, 1), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
         128: ((64, 128, 8, 1), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
     },
-    "bias_gradient": _HOPPER["bias_gradient"]
-    | {256: ((32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1))},
+    "bias_gradient": _HOPPER["bias_gradient"] | {256: ((32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1))},
 }
 # The registers of sm_120 run out a little before those of sm_86: dropout, softcap and rules by token take half a tile there.
 _WORKSTATION = _SMALL | {
@@ -115,8 +114,7 @@ _WORKSTATION = _SMALL | {
         32: ((32, 64, 8, 1), (32, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
         64: ((32, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 2), (32, 32, 8, 1)),
     },
-    "bias_gradient": _SMALL["bias_gradient"]
-    | {64: ((32, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2))},
+    "bias_gradient": _SMALL["bias_gradient"] | {64: ((32, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2))},
 }
 _FLOAT32: dict[str, dict[int, Tile]] = {
     "forward": {64: (64, 64, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)},

@@ -59,9 +59,7 @@ def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 
 @torch.library.register_fake("attnlab::flash_backward")
-def _backward_shapes(
-    query: Tensor, key: Tensor, value: Tensor, bias: Any, sinks: Any, *rest: Any
-) -> list[Tensor]:
+def _backward_shapes(query: Tensor, key: Tensor, value: Tensor, bias: Any, sinks: Any, *rest: Any) -> list[Tensor]:
     of_bias, of_sinks = rest[-2:]
     wanted = [query, key, value, *([bias] if of_bias else []), *([sinks] if of_sinks else [])]
     return [t.new_empty(t.shape) for t in wanted]
@@ -73,9 +71,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
-    run: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _gradients(run: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     """One gradient or None for each tensor and number, by `run`, which takes the backward operator's arguments."""
     *tensors, out, lse = ctx.saved_tensors
     if grad_out is None and grad_lse is None:

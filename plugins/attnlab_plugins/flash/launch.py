@@ -137,9 +137,7 @@ def common(problem: Problem, hull: Tensor | None, spans: Tensor | None) -> dict[
         "group": query.shape[1] // key.shape[1],
         "Lq": query.shape[2],
         "Lk": key.shape[2],
-        "marks": Marks(
-            rules.query_segments, rules.key_segments, rules.key_positions, rules.key_present, hull, spans
-        ),
+        "marks": Marks(rules.query_segments, rules.key_segments, rules.key_positions, rules.key_present, hull, spans),
         "extras": Extras(bias, allowed, problem.seeds),
         "bias_strides": strides_of(bias),
         "allowed_strides": strides_of(allowed),

@@ -56,13 +56,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    of_bias: bool,
-    of_sinks: bool,
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, of_bias: bool, of_sinks: bool
 ) -> Gradients:
     """The gradients of `sum(out * grad_out) + sum(lse * grad_lse)`; `out` and `lse` are `forward`'s."""
     query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
@@ -130,9 +124,7 @@ def backward(
             grad_bias = bias_columns[:, :, None].sum_to_size(bias.shape).to(bias.dtype)  # [B, Hq, 1, Lk]
         else:
             grad_bias = _bias_gradient(problem, bias, given, read)
-    grad_sinks = (
-        _sinks_gradient(problem.sinks, lse, delta) if problem.sinks is not None and of_sinks else None
-    )
+    grad_sinks = _sinks_gradient(problem.sinks, lse, delta) if problem.sinks is not None and of_sinks else None
     return Gradients(grad_query, grad_key, grad_value, grad_bias, grad_sinks)
 
 

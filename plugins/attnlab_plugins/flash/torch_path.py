@@ -25,9 +25,7 @@ def torch_reasons(request: Request) -> list[Reason]:
     rows = request.batch if request.asks("key_mask") else 1
     if request.asks("causal") and masked and rows * request.query_length * request.key_length > MASK_ELEMENTS:
         size = f"causal=True with a mask over {request.query_length} queries and {request.key_length} keys"
-        reasons.append(
-            Reason("causal+mask", size, "less", "both must be built as one mask, which is too large")
-        )
+        reasons.append(Reason("causal+mask", size, "less", "both must be built as one mask, which is too large"))
     return reasons
 
 

@@ -74,11 +74,7 @@ class FlashAttention(Attention):
         value_dim: int | None = None,
     ) -> None:
         super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
+            num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         if not kernels_can_run():
             self.narrow(**dict.fromkeys(_BY_KERNELS, _WHY))
@@ -102,9 +98,7 @@ class FlashAttention(Attention):
         if not kernels_serve(request.device):
             return reasons + torch_reasons(request)
         if request.dtype not in have.dtypes and request.dtype in self.capabilities.dtypes:
-            reasons.append(
-                Reason("dtype", f"dtype {request.dtype} on {request.device}", "float32, bfloat16, float16")
-            )
+            reasons.append(Reason("dtype", f"dtype {request.dtype} on {request.device}", "float32, bfloat16, float16"))
         for word, size in (("d_k", request.key_dim), ("d_v", request.value_dim)):
             if size > WIDEST:
                 reasons.append(Reason("width", f"{word}={size}", f"1 to {WIDEST}"))

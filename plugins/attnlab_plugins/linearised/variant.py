@@ -125,11 +125,7 @@ class LinearisedAttention(FeatureMapAttention):
         }
         _judge(feature_map, given)
         super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
+            num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         self.kind = feature_map
         self.options = {"feature_map": feature_map, **given}
@@ -138,9 +134,7 @@ class LinearisedAttention(FeatureMapAttention):
             self._default(nu=1)
         elif feature_map == "favor":
             self._default(num_features=default_features(width), seed=0)
-            rows = torch.empty(
-                self.options["num_features"], width, dtype=accumulation_dtype(torch.get_default_dtype())
-            )
+            rows = torch.empty(self.options["num_features"], width, dtype=accumulation_dtype(torch.get_default_dtype()))
             self.register_buffer("w", rows)
             self.register_buffer("drawn", torch.zeros(2, dtype=torch.int64))
             self._since: int | None = 0
@@ -309,9 +303,7 @@ class LinearisedAttention(FeatureMapAttention):
 
 def _judge(feature_map: str, given: Mapping[str, Any]) -> None:
     if feature_map not in FEATURE_MAPS:
-        raise InvalidInput(
-            f"linearised: feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}"
-        )
+        raise InvalidInput(f"linearised: feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
     for word, value in given.items():
         owner, least = OPTIONS[word]
         if value is None:

@@ -89,9 +89,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     def install(*, hook: Callable[[], Any] | None = None, **commands: Callable[[Any], Any]) -> Any:
         from attnlab import hooks
 
-        made = [
-            hooks.Command(n, "a stranger's command", lambda parser: None, run) for n, run in commands.items()
-        ]
+        made = [hooks.Command(n, "a stranger's command", lambda parser: None, run) for n, run in commands.items()]
 
         def attnlab_commands() -> Any:
             return made if hook is None else hook()

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.no_torch
 Run = Callable[..., tuple[int, str, str]]
 
 
-def result(
-    check: str, status: str, message: str = "", topic: str = "masks", variant: str = "additive"
-) -> Any:
+def result(check: str, status: str, message: str = "", topic: str = "masks", variant: str = "additive") -> Any:
     return SimpleNamespace(
         variant=variant,
         check=check,
@@ -73,9 +71,7 @@ def test_check_reports_by_topic_and_succeeds(run: Run, conformance: Conformance)
     assert calls == [{"name": "additive", "only": None, "case": None, "quick": False, "device": "cpu"}]
 
 
-def test_check_says_what_was_refused_and_why_something_did_not_apply(
-    run: Run, conformance: Conformance
-) -> None:
+def test_check_says_what_was_refused_and_why_something_did_not_apply(run: Run, conformance: Conformance) -> None:
     conformance(
         additive=[
             result("refuses", "refused", "window is not declared and was refused", topic="refusals"),
@@ -89,8 +85,7 @@ def test_check_says_what_was_refused_and_why_something_did_not_apply(
     _, out, _ = run("check", "additive")
     assert "\n  refused as required: window, dtype float64\n" in out
     assert (
-        "\n  not applicable:\n    it offers no crop: crops (2 cases)\n    it does not declare dropout: drops\n"
-        in out
+        "\n  not applicable:\n    it offers no crop: crops (2 cases)\n    it does not declare dropout: drops\n" in out
     )
 
 
@@ -106,10 +101,7 @@ def test_check_says_where_nothing_vouches_for_the_formula(run: Run, conformance:
         (("--mutants", "additive"), "leave out NAME (additive)"),
         (("--mutants", "--only", "leak", "--device", "cuda"), "leave out --only, --device"),
         (("additive", "--thorough"), "--thorough goes with --mutants"),
-        (
-            ("additive", "--jobs", "0"),
-            "argument --jobs: expected a whole number of processes, 1 to 1024, got '0'",
-        ),
+        (("additive", "--jobs", "0"), "argument --jobs: expected a whole number of processes, 1 to 1024, got '0'"),
     ],
 )
 def test_what_check_cannot_use_is_wrong_use(
@@ -122,9 +114,7 @@ def test_what_check_cannot_use_is_wrong_use(
 
 
 @pytest.mark.parametrize("status", ["failed", "error"])
-def test_a_failure_is_shown_whole_with_what_repeats_it(
-    run: Run, conformance: Conformance, status: str
-) -> None:
+def test_a_failure_is_shown_whole_with_what_repeats_it(run: Run, conformance: Conformance, status: str) -> None:
     conformance(additive=[result("leak", status, "row 3 moved by 0.5\nexpected 0"), result("lse", "passed")])
     code, out, _ = run("check", "additive")
     assert code == 1
@@ -134,9 +124,7 @@ def test_a_failure_is_shown_whole_with_what_repeats_it(
 
 
 def test_a_known_failure_is_shown_and_does_not_fail(run: Run, conformance: Conformance) -> None:
-    conformance(
-        additive=[result("leak", "known failure", "torch's kernel does this"), result("lse", "passed")]
-    )
+    conformance(additive=[result("leak", "known failure", "torch's kernel does this"), result("lse", "passed")])
     code, out, _ = run("check", "additive")
     assert code == 0
     assert "known failure: leak, additive-f32-L7: torch's kernel does this" in out
@@ -144,22 +132,8 @@ def test_a_known_failure_is_shown_and_does_not_fail(run: Run, conformance: Confo
 
 def test_check_passes_its_options_on(run: Run, conformance: Conformance) -> None:
     calls = conformance(additive=[result("leak", "passed")])
-    run(
-        "check",
-        "additive",
-        "--quick",
-        "--only",
-        "leak",
-        "--only",
-        "masks",
-        "--device",
-        "cuda:1",
-        "--case",
-        "f*",
-    )
-    assert calls == [
-        {"name": "additive", "only": ["leak", "masks"], "case": "f*", "quick": True, "device": "cuda:1"}
-    ]
+    run("check", "additive", "--quick", "--only", "leak", "--only", "masks", "--device", "cuda:1", "--case", "f*")
+    assert calls == [{"name": "additive", "only": ["leak", "masks"], "case": "f*", "quick": True, "device": "cuda:1"}]
 
 
 def test_check_writes_json_also_when_something_failed(run: Run, conformance: Conformance) -> None:
@@ -189,10 +163,7 @@ def test_check_of_several_ends_with_a_summary(run: Run, conformance: Conformance
 
 
 def test_an_unavailable_variant_asked_for_by_name_is_wrong_use(run: Run, conformance: Conformance) -> None:
-    conformance(
-        additive=VariantUnavailable("additive: needs torch"),
-        flash=[result("leak", "passed", variant="flash")],
-    )
+    conformance(additive=VariantUnavailable("additive: needs torch"), flash=[result("leak", "passed", variant="flash")])
     code, out, err = run("check", "additive", "flash")
     assert code == 2
     assert "flash: right" in out, "the others are checked all the same"

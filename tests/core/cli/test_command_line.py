@@ -24,9 +24,7 @@ Offer = Callable[..., Any]
 @pytest.mark.parametrize(
     "words", [("--registry", "{}", "list"), ("list", "--registry", "{}"), ("--registry={}", "list")]
 )
-def test_a_registry_file_may_stand_before_or_after_the_command(
-    run: Run, rows: str, words: tuple[str, ...]
-) -> None:
+def test_a_registry_file_may_stand_before_or_after_the_command(run: Run, rows: str, words: tuple[str, ...]) -> None:
     text = Path(rows).read_text(encoding="utf-8").replace("additive", "mine")
     Path(rows).write_text(text, encoding="utf-8")
     code, out, _ = run(*(word.format(rows) for word in words), "--format", "json")
@@ -63,9 +61,7 @@ def test_the_registry_file_reaches_child_processes(run: Run, rows: str, offer: O
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_is_typed_wrong_gives_one_sentence_and_exit_code_2(
-    run: Run, words: list[str], part: str
-) -> None:
+def test_what_is_typed_wrong_gives_one_sentence_and_exit_code_2(run: Run, words: list[str], part: str) -> None:
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert part in err
@@ -78,9 +74,7 @@ HUGE = "x" * 90_000
 WORDY = "many words " * 9_000
 
 
-@pytest.mark.parametrize(
-    "huge", [HUGE, WORDY, f"{HUGE}*", f"/{HUGE}"], ids=["word", "words", "pattern", "path"]
-)
+@pytest.mark.parametrize("huge", [HUGE, WORDY, f"{HUGE}*", f"/{HUGE}"], ids=["word", "words", "pattern", "path"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -130,9 +124,7 @@ def test_a_path_that_is_no_file_is_named_once(run: Run, tmp_path: Path, words: l
     assert len(err.splitlines()) == 1
 
 
-def test_a_found_file_that_is_a_pipe_is_a_note_and_the_other_layers_are_listed(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_found_file_that_is_a_pipe_is_a_note_and_the_other_layers_are_listed(run: Run, tmp_path: Path) -> None:
     if sys.platform == "win32":
         pytest.skip("pipes with a path are POSIX's")
     os.mkfifo(tmp_path / "attnlab.yaml")
@@ -202,11 +194,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
         (SystemExit(1), 1, ""),
         (SystemExit("enough"), 2, "attnlab: enough\n"),
         (SystemExit(None), 0, ""),
-        (
-            FileNotFoundError(2, "No such file or directory", "x.bin"),
-            2,
-            "attnlab: x.bin: No such file or directory\n",
-        ),
+        (FileNotFoundError(2, "No such file or directory", "x.bin"), 2, "attnlab: x.bin: No such file or directory\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
@@ -227,9 +215,7 @@ def test_a_fault_of_ours_says_where_to_report_it_without_a_traceback(run: Run, o
     assert "Traceback" not in err
 
 
-def test_the_debug_variable_shows_the_traceback(
-    run: Run, offer: Offer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_debug_variable_shows_the_traceback(run: Run, offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNLAB_DEBUG", "1")
     offer(odd=raising(ZeroDivisionError("division by zero")))
     code, _, err = run("odd")

@@ -29,9 +29,7 @@ def test_the_command_prints_the_page(run: Run) -> None:
 
 
 def test_every_error_is_on_the_page() -> None:
-    public = [
-        n for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, errors.AttnlabError)
-    ]
+    public = [n for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, errors.AttnlabError)]
     inner = {"WrongResult"}  # a PluginError
     assert all(f"`{name}`" in page() or f"attnlab.{name}`" in page() for name in set(public) - inner)
 

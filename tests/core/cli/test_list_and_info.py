@@ -20,10 +20,7 @@ def test_list_names_every_variant_with_its_facts(run: Run, only_rows: str) -> No
     code, out, err = run("list")
     assert (code, err) == (0, "")
     header, rule, *lines = out.splitlines()[:6]
-    facts, flags = (
-        "name family formula available",
-        "causal key_mask mask window bias gqa weights lse state gates",
-    )
+    facts, flags = ("name family formula available", "causal key_mask mask window bias gqa weights lse state gates")
     assert header.split() == [*facts.split(), *flags.split(), "summary"]
     assert set(rule) == {"-", " "}
     assert [line.split()[0] for line in lines] == ["additive", "additive_64", "bare", "needy"]
@@ -111,9 +108,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_is_told(
     assert all(len(line) <= 80 for line in table.splitlines())
 
 
-def test_a_narrow_terminal_splits_the_matrix(
-    run: Run, only_rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_terminal_splits_the_matrix(run: Run, only_rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "width", lambda: 45)
     _, out, _ = run("list", "--capabilities")
     assert sum(line.startswith("capability") for line in out.splitlines()) > 1

@@ -43,9 +43,7 @@ def python(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 
 @no_torch
-def test_a_variant_its_row_and_its_test_are_written_and_the_next_commands_told(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_variant_its_row_and_its_test_are_written_and_the_next_commands_told(run: Run, tmp_path: Path) -> None:
     code, out, err = run("new", "my_variant")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -106,16 +104,7 @@ def test_what_is_written_passes_every_check(run: Run, family: str) -> None:
 
 def test_pytest_finds_the_variant_by_the_name_in_the_folder(run: Run, tmp_path: Path) -> None:
     assert run("new", "my_variant")[0] == 0
-    done = python(
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "golden_cases or registry_row",
-        cwd=tmp_path,
-    )
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "golden_cases or registry_row", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
 
@@ -190,9 +179,7 @@ def test_a_variant_called_as_its_family_does_not_hide_the_base_class(run: Run, t
         ("dot_product", r"there is a variant 'dot_product' already \(.*registry.yaml:\d+, attnlab\)"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused_in_one_sentence(
-    run: Run, tmp_path: Path, name: str, why: str
-) -> None:
+def test_a_name_that_cannot_be_is_refused_in_one_sentence(run: Run, tmp_path: Path, name: str, why: str) -> None:
     code, out, err = run("new", name)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
@@ -314,9 +301,7 @@ def test_a_failure_half_way_leaves_nothing_new(
 
 
 @no_torch
-def test_an_interrupt_half_way_leaves_nothing_new(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_half_way_leaves_nothing_new(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

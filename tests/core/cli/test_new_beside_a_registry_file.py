@@ -85,9 +85,7 @@ def test_a_row_is_added_and_every_other_character_stays(
     ],
     ids=["all in one line", "rows in one line", "braces", "document end", "text to the end"],
 )
-def test_a_file_with_no_place_for_a_row_is_left_alone_and_the_row_shown(
-    run: Run, tmp_path: Path, text: str
-) -> None:
+def test_a_file_with_no_place_for_a_row_is_left_alone_and_the_row_shown(run: Run, tmp_path: Path, text: str) -> None:
     (tmp_path / "attnlab.yaml").write_text(text, encoding="utf-8")
     code, out, err = run("new", "my_variant")
     assert code == 2

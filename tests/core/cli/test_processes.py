@@ -31,9 +31,7 @@ def attnlab(
     folders += [ROOT / folder for folder in ("core", "plugins", "evaluations")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **environment}
     words = tuple(map(str, words))
-    return subprocess.run(
-        [sys.executable, "-m", "attnlab", *words], cwd=cwd, env=environment, capture_output=True
-    )
+    return subprocess.run([sys.executable, "-m", "attnlab", *words], cwd=cwd, env=environment, capture_output=True)
 
 
 @pytest.fixture
@@ -127,9 +125,7 @@ def test_a_closed_output_changes_no_exit_code(tmp_path: Path, words: str, code: 
 
 
 @pytest.mark.parametrize(
-    "code",
-    ["raise ImportError('libtorch.so: cannot open')", "import os; os._exit(9)"],
-    ids=["raises", "crashes"],
+    "code", ["raise ImportError('libtorch.so: cannot open')", "import os; os._exit(9)"], ids=["raises", "crashes"]
 )
 def test_doctor_works_with_a_broken_torch(tmp_path: Path, code: str) -> None:
     (tmp_path / "broken").mkdir()
@@ -144,9 +140,7 @@ def test_doctor_works_with_a_broken_torch(tmp_path: Path, code: str) -> None:
 
 def test_check_with_a_broken_torch_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "torch.py").write_text(
-        "raise ImportError('libtorch.so: cannot open')", encoding="utf-8"
-    )
+    (tmp_path / "broken" / "torch.py").write_text("raise ImportError('libtorch.so: cannot open')", encoding="utf-8")
     done = attnlab("check", "dot_product", cwd=tmp_path, path=tmp_path / "broken")
     assert done.returncode == 2
     assert b"libtorch.so: cannot open" in done.stderr
@@ -154,9 +148,7 @@ def test_check_with_a_broken_torch_is_one_sentence(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.skipif(
-    sys.platform == "win32", reason="a console's interrupt cannot be sent to one process there"
-)
+@pytest.mark.skipif(sys.platform == "win32", reason="a console's interrupt cannot be sent to one process there")
 def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     package = tmp_path / "slow"
     package.mkdir()
@@ -181,9 +173,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"

@@ -28,15 +28,11 @@ def rows_of(text: str) -> dict[str, Row]:
 
 def alone(row: str) -> Row:
     """A row as `attnlab row` prints it, read as a registry file has it."""
-    (found,) = rows_of(
-        "version: 1\nvariants:\n" + "".join(f"  {line}\n" for line in row.splitlines())
-    ).values()
+    (found,) = rows_of("version: 1\nvariants:\n" + "".join(f"  {line}\n" for line in row.splitlines())).values()
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, row in rows_of(BUILT_IN.read_text(encoding="utf-8")).items() if row.target]
-)
+@pytest.mark.parametrize("name", [n for n, row in rows_of(BUILT_IN.read_text(encoding="utf-8")).items() if row.target])
 def test_a_built_in_row_agrees_with_what_the_class_gives(name: str) -> None:
     given = rows_of(BUILT_IN.read_text(encoding="utf-8"))[name]
     if Registry.from_files(BUILT_IN).info(name).unavailable:
@@ -90,17 +86,8 @@ def test_the_row_of_a_class_of_ones_own_makes_the_variant(run: Run, tmp_path: Pa
     info = Registry.from_files(tmp_path / "own.yaml").info("my_own")
     assert info.summary == 'What it is: a "map", in short'
     assert info.source == 'Doe 2031, "A Title: with a colon", eq. 3'
-    assert info.options == {
-        "how": "a, b",
-        "depth": 3,
-        "rates": [0.5, 1e-6],
-        "late": None,
-        "odd": None,
-        "on": True,
-    }
-    assert (
-        Registry.from_files(tmp_path / "own.yaml").create("my_own", num_heads=2, head_dim=4).name == "my_own"
-    )
+    assert info.options == {"how": "a, b", "depth": 3, "rates": [0.5, 1e-6], "late": None, "odd": None, "on": True}
+    assert Registry.from_files(tmp_path / "own.yaml").create("my_own", num_heads=2, head_dim=4).name == "my_own"
 
 
 @pytest.mark.parametrize(
@@ -109,10 +96,7 @@ def test_the_row_of_a_class_of_ones_own_makes_the_variant(run: Run, tmp_path: Pa
         ("nope.py:X", "there is no file"),
         ("nope:X", "No module named 'nope'"),
         ("nope", "expected package.module:Class or path/to/file.py:Class, got 'nope'"),
-        (
-            "json:JSONDecoder",
-            "expected a class that derives from attnlab.Attention, got the class JSONDecoder",
-        ),
+        ("json:JSONDecoder", "expected a class that derives from attnlab.Attention, got the class JSONDecoder"),
     ],
 )
 def test_what_is_no_class_of_a_variant_is_told(run: Run, target: str, words: str) -> None:

@@ -29,13 +29,7 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
 
-RAISED = [
-    Mute(),
-    BaseException("gone"),
-    GeneratorExit(),
-    SystemExit(3),
-    type("MuteExit", (SystemExit, Mute), {})(),
-]
+RAISED = [Mute(), BaseException("gone"), GeneratorExit(), SystemExit(3), type("MuteExit", (SystemExit, Mute), {})()]
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -57,12 +51,8 @@ def test_a_hook_that_raises_anything_leaves_help_and_the_other_commands(
     assert run("list", "additive")[0] == 0
 
 
-@pytest.mark.parametrize(
-    "error", [Mute(), BaseException("gone"), GeneratorExit()], ids=lambda e: type(e).__name__
-)
-def test_a_command_that_raises_anything_ends_in_a_sentence(
-    run: Run, offer: Offer, error: BaseException
-) -> None:
+@pytest.mark.parametrize("error", [Mute(), BaseException("gone"), GeneratorExit()], ids=lambda e: type(e).__name__)
+def test_a_command_that_raises_anything_ends_in_a_sentence(run: Run, offer: Offer, error: BaseException) -> None:
     offer(odd=raising(error))
     code, _, err = run("odd")
     assert (code, f"unexpected {type(error).__name__}" in err) == (3, True)
@@ -76,10 +66,7 @@ def test_an_interrupt_is_no_fault_of_a_plugin(run: Run, offer: Offer) -> None:
 @pytest.mark.parametrize(
     ("configure", "words"),
     [
-        (
-            lambda parser: parser.add_argument("--registry"),
-            "conflicting option string: --registry; --registry, -h",
-        ),
+        (lambda parser: parser.add_argument("--registry"), "conflicting option string: --registry; --registry, -h"),
         (lambda parser: parser.add_argument("-h"), "conflicting option string"),
         (raising(Mute()), "cannot be used: Mute"),
         (raising(GeneratorExit()), "cannot be used: GeneratorExit"),
@@ -113,18 +100,7 @@ def test_a_command_without_a_proper_name_or_help_is_left_out(run: Run, offer: Of
     assert "its help is text" in err
 
 
-ACTING = [
-    "\x1b[31m",
-    "\x1b]0;title\x07",
-    "\u202e",
-    "\u2066",
-    "\r",
-    "\x08",
-    "\x9b31m",
-    "\u200b",
-    "\U000e0041",
-    "\x7f",
-]
+ACTING = ["\x1b[31m", "\x1b]0;title\x07", "\u202e", "\u2066", "\r", "\x08", "\x9b31m", "\u200b", "\U000e0041", "\x7f"]
 
 
 @pytest.mark.parametrize("acting", ACTING, ids=ascii)
@@ -143,8 +119,7 @@ def test_text_of_every_script_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("acting", ["\u202e", "\u2066", "\u200b"])
 @pytest.mark.parametrize(
-    "words",
-    [("list",), ("info", "x"), ("doctor",), *(("list", "--format", f) for f in ("csv", "markdown", "json"))],
+    "words", [("list",), ("info", "x"), ("doctor",), *(("list", "--format", f) for f in ("csv", "markdown", "json"))]
 )
 def test_a_registry_files_text_acts_on_no_terminal(
     run: Run, tmp_path: Path, acting: str, words: tuple[str, ...]
@@ -164,9 +139,7 @@ def test_a_registry_files_text_acts_on_no_terminal(
 @pytest.mark.parametrize("acting", ACTING, ids=ascii)
 def test_a_plugins_text_acts_on_no_terminal(run: Run, offer: Offer, acting: str) -> None:
     offer(
-        hook=lambda: [
-            Command("odd", f"help {acting} text", lambda parser: None, lambda args: print(f"out {acting}."))
-        ]
+        hook=lambda: [Command("odd", f"help {acting} text", lambda parser: None, lambda args: print(f"out {acting}."))]
     )
     text = "".join(str(part) for words in (["--help"], ["odd"], ["odd", "--help"]) for part in run(*words))
     assert acting not in text
@@ -199,9 +172,7 @@ def test_long_chains_of_presets_and_many_rows_take_seconds(tmp_path: Path) -> No
             file.write_text(f"version: 1\nvariants:\n{rows}", encoding="utf-8")
             started = time.process_time()
             registry = Registry.default(project_dir=tmp_path)
-            mine = [
-                registry.info(name) for name in registry.names() if registry.info(name).layer == "project"
-            ]
+            mine = [registry.info(name) for name in registry.names() if registry.info(name).layer == "project"]
             assert len(mine) == rows.count("\n")
             assert len([p for p in registry.problems if str(file) in p]) == problems
             assert time.process_time() - started < 20, "measured 2 s for each on a busy machine"
@@ -210,15 +181,11 @@ def test_long_chains_of_presets_and_many_rows_take_seconds(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locale")
-@pytest.mark.parametrize(
-    "words", [["list", "x"], ["info", "x"], ["doctor"], ["check", "x"], ["trust", "attnlab.yaml"]]
-)
+@pytest.mark.parametrize("words", [["list", "x"], ["info", "x"], ["doctor"], ["check", "x"], ["trust", "attnlab.yaml"]])
 def test_a_target_that_the_locale_cannot_name_is_one_sentence(tmp_path: Path, words: list[str]) -> None:
     if words[0] == "check":
         pytest.importorskip("torch", reason="checks need torch")
-    (tmp_path / "attnlab.yaml").write_text(
-        "version: 1\nvariants:\n  x: {target: '注意.py:C'}\n", encoding="utf-8"
-    )
+    (tmp_path / "attnlab.yaml").write_text("version: 1\nvariants:\n  x: {target: '注意.py:C'}\n", encoding="utf-8")
     environment = {
         **os.environ,
         "LC_ALL": "C",

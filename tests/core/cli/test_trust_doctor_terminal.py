@@ -51,10 +51,7 @@ def test_doctor_lists_versions_plugins_and_files_in_order(
     assert found["versions"]["Python"].startswith(sys.version.split()[0])
     assert [file["layer"] for file in found["registry_files"]][-1] == "named"
     assert found["registry_files"][-1]["path"] == rows
-    assert [(p["name"], p["problem"] is None) for p in found["plugins"]] == [
-        ("stranger", True),
-        ("broken", False),
-    ]
+    assert [(p["name"], p["problem"] is None) for p in found["plugins"]] == [("stranger", True), ("broken", False)]
     assert any("broken-package" in problem and "no module x" in problem for problem in found["problems"])
     assert "torch cannot be imported: gone" in found["problems"]
     code, out, _ = run("doctor", "--registry", rows)

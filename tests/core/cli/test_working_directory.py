@@ -31,23 +31,15 @@ HIDDEN = (
 def hostile(tmp_path: Path) -> Path:
     """A folder whose files would take the place of Python's own, and leave a witness."""
     for name in HIDDEN:
-        (tmp_path / f"{name}.py").write_text(
-            "open('ran', 'a').close()\nraise SystemExit('ran')\n", encoding="utf-8"
-        )
+        (tmp_path / f"{name}.py").write_text("open('ran', 'a').close()\nraise SystemExit('ran')\n", encoding="utf-8")
     return tmp_path
 
 
 @pytest.mark.parametrize("flags", [[], ["-B"], ["-W", "ignore"], ["-X", "utf8"]])
 @pytest.mark.parametrize("words", [["list"], ["info", "additive"], ["doctor"]])
-def test_the_module_runs_nothing_of_the_working_directory(
-    hostile: Path, flags: list[str], words: list[str]
-) -> None:
+def test_the_module_runs_nothing_of_the_working_directory(hostile: Path, flags: list[str], words: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, *flags, "-m", "attnlab", *words],
-        cwd=hostile,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, *flags, "-m", "attnlab", *words], cwd=hostile, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "additive" in done.stdout or words == ["doctor"]
@@ -64,18 +56,14 @@ def test_workers_run_nothing_of_the_working_directory(hostile: Path) -> None:
         "from multiprocessing import get_context; from concurrent.futures import ProcessPoolExecutor as P;"
         "print(P(1, mp_context=get_context('spawn')).submit(abs, -3).result())"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=hostile, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=hostile, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("3\n"), done.stderr
     assert not (hostile / "ran").exists()
 
 
 def test_another_module_keeps_its_working_directory(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import attnlab, sys; print(sys.path[0])", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "mine"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "mine"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == os.path.realpath(tmp_path), done.stderr
 
 

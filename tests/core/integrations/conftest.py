@@ -96,12 +96,8 @@ def state_of(model):
             for path, module in model.named_modules()
             for word, value in sorted(vars(module).items())
         ],
-        "configs": [
-            (path, id(one), sorted((w, _plain(v)) for w, v in vars(one).items())) for path, one in configs
-        ],
-        "tensors": [
-            (name, id(x), x.double().sum().item()) for name, x in model.state_dict(keep_vars=True).items()
-        ],
+        "configs": [(path, id(one), sorted((w, _plain(v)) for w, v in vars(one).items())) for path, one in configs],
+        "tensors": [(name, id(x), x.double().sum().item()) for name, x in model.state_dict(keep_vars=True).items()],
     }
 
 

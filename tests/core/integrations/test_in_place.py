@@ -119,9 +119,7 @@ def test_restore_gives_the_very_modules_back_with_what_they_hold_and_their_mode(
     assert [layer.self_attn for layer in model.layers] == originals
     assert report.swapped["layers.0.self_attn"] == "dot_product -> torch.nn.MultiheadAttention"
     assert model.layers[0].self_attn.training
-    assert torch.equal(
-        model.layers[0].self_attn.in_proj_bias, state["layers.0.self_attn.in_proj_bias"].double()
-    )
+    assert torch.equal(model.layers[0].self_attn.in_proj_bias, state["layers.0.self_attn.in_proj_bias"].double())
     torch.testing.assert_close(model(x.double()), wanted, atol=1e-12, rtol=0)
 
 
@@ -151,8 +149,7 @@ def test_layers_are_added_and_the_same_layer_again_is_refused():
     report = attnlab.replace(model, "gated", where="layers.1.*")
     assert list(report.swapped) == ["layers.1.self_attn"]
     with pytest.raises(
-        InvalidInput,
-        match=r"layers\.0\.self_attn, layers\.1\.self_attn of .* hold a variant already.*replace=True",
+        InvalidInput, match=r"layers\.0\.self_attn, layers\.1\.self_attn of .* hold a variant already.*replace=True"
     ):
         attnlab.replace(model, "dot_product")
     assert model.layers[0].self_attn is learned
@@ -319,9 +316,7 @@ def test_a_swap_that_fails_in_one_layer_leaves_the_model_as_it_was():
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize(
-    "again", [attnlab.restore, lambda model: attnlab.replace(model, "flash", replace=True)]
-)
+@pytest.mark.parametrize("again", [attnlab.restore, lambda model: attnlab.replace(model, "flash", replace=True)])
 def test_a_weight_that_was_taken_out_since_is_told_and_nothing_changes(again):
     model = encoder()
     attnlab.replace(model, "dot_product")

@@ -9,13 +9,7 @@ from attnlab import InvalidInput
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # two float32 layers, each within a few units in the last place of 1
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-}
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 PATHS = [f"encoder.layer.{n}.attention.self" for n in range(2)]
 
 
@@ -87,9 +81,7 @@ def test_models_within_a_model_are_swapped_with_what_is_around_them():
     model, ids = Pair().eval(), tokens()
     wanted, before = model(ids), held(model)
     report = attnlab.replace(model, "dot_product")
-    assert list(report.swapped) == [f"{side}.{path}" for side in ("left", "right") for path in PATHS] + [
-        "pool"
-    ]
+    assert list(report.swapped) == [f"{side}.{path}" for side in ("left", "right") for path in PATHS] + ["pool"]
     torch.testing.assert_close(model(ids), wanted, **CLOSE)
     with attnlab.capture(model) as captured:
         model(ids)
@@ -117,9 +109,7 @@ def test_where_one_model_fails_the_others_are_as_they_were(fault):
 
 def test_an_example_shows_the_sizes_of_layers_and_that_the_model_computes_what_it_did():
     model, seen = encoder(), []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(sorted(kwargs)), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(sorted(kwargs)), with_kwargs=True)
     attnlab.replace(model, "dot_product", example={"inputs_embeds": torch.zeros(1, 2, 32)})
     assert seen == [["inputs_embeds"]] * 3  # the sizes, the model's own answer, and that of the exact variant
 

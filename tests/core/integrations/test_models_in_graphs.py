@@ -44,9 +44,7 @@ class Own(nn.Module):
 
     def __init__(self, variant):
         super().__init__()
-        self.layers = nn.ModuleList(
-            attnlab.MultiHeadAttention(WIDTH, HEADS, variant=variant) for _ in range(2)
-        )
+        self.layers = nn.ModuleList(attnlab.MultiHeadAttention(WIDTH, HEADS, variant=variant) for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:
@@ -126,9 +124,7 @@ def test_under_autocast_answers_and_gradients_are_those_of_whole_precision_in_fe
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_copy_and_a_file_hold_the_model_to_the_last_bit(build, variant, x, tmp_path):
-    safetensors = pytest.importorskip(
-        "safetensors.torch", reason="the extra `transformers` brings safetensors"
-    )
+    safetensors = pytest.importorskip("safetensors.torch", reason="the extra `transformers` brings safetensors")
     model = build(variant).eval()
     wanted = model(x)
     assert torch.equal(copy.deepcopy(model)(x), wanted)

@@ -220,8 +220,7 @@ def test_a_class_that_is_imported_while_its_name_is_registered_anew_is_forgotten
         pass
 
     first, _ = seam_over.run(
-        lambda: registry.variant_class("dot_product"),
-        lambda: registry.register("dot_product", New, replaces=True),
+        lambda: registry.variant_class("dot_product"), lambda: registry.register("dot_product", New, replaces=True)
     )
     assert first is not New
     assert registry.variant_class("dot_product") is New

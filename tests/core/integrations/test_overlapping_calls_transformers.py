@@ -136,9 +136,7 @@ def test_a_hook_that_calls_the_model_within_its_own_call_changes_nothing(variant
 
     inner(model).q_proj.register_forward_pre_hook(again)
     cache = hf.StateCache(model)
-    found = torch.cat(
-        [answer(model, tokens(9)[:, :6], cache=cache), answer(model, tokens(9)[:, 6:], cache=cache)], 1
-    )
+    found = torch.cat([answer(model, tokens(9)[:, :6], cache=cache), answer(model, tokens(9)[:, 6:], cache=cache)], 1)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)  # float32, chunks in another order
     torch.testing.assert_close(within[1], wanted_within, atol=1e-5, rtol=1e-5)
 
@@ -177,7 +175,7 @@ def test_a_call_within_a_call_that_fails_leaves_the_outer_one_right():
 
 
 def test_nothing_of_a_call_is_kept_once_it_is_over():
-    from attnlab.integrations._transformers_installed import call_under_way
+    from attnlab.integrations.transformers.installed import call_under_way
 
     model = decoder("gated_delta")
     before = [set(vars(part)) for part in model.modules()]
@@ -202,9 +200,7 @@ def test_an_attention_that_is_called_outside_its_layers_call_is_refused():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("variant", ["gated_delta", "dot_product"])
-def test_layers_that_are_computed_again_in_other_threads_get_the_facts_of_their_own_forward(
-    variant, reentrant
-):
+def test_layers_that_are_computed_again_in_other_threads_get_the_facts_of_their_own_forward(variant, reentrant):
     model = decoder(variant).train()
     inputs = tokens(9), tokens(6).flip(1)
 

@@ -127,9 +127,7 @@ def test_a_query_that_sees_no_key_gives_zeros_before_the_projection():
     torch.testing.assert_close(out[0, 2], layer.proj.bias)
 
 
-@pytest.mark.parametrize(
-    "variant", ["linearised", "sliding_window", "additive", "gated_delta", "linearised_hedgehog"]
-)
+@pytest.mark.parametrize("variant", ["linearised", "sliding_window", "additive", "gated_delta", "linearised_hedgehog"])
 def test_another_variant_runs_trains_and_goes(variant):
     net, x = model(), images()
     wanted, before = net(x), {n: id(p) for n, p in net.named_parameters()}
@@ -255,9 +253,7 @@ def test_maps_are_captured_by_layer():
 def test_attention_that_nobody_knows_is_named_and_left(name, options, kind):
     net = timm.create_model(name, num_classes=2, **options)
     modules = [id(module) for module in net.modules()]
-    with pytest.raises(
-        InvalidInput, match=rf"nothing that was asked for .* no adapter knows what .*{kind} computes"
-    ):
+    with pytest.raises(InvalidInput, match=rf"nothing that was asked for .* no adapter knows what .*{kind} computes"):
         attnlab.replace(net, "dot_product")
     assert [id(module) for module in net.modules()] == modules
 

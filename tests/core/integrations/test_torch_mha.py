@@ -29,11 +29,7 @@ CORNERS = [
 ]
 MASKS = ("none", "bool2d", "float2d", "bool3d", "float3d", "causal")
 PADDINGS = ("none", "bool", "float")
-WEIGHTS = (
-    {"need_weights": True},
-    {"need_weights": True, "average_attn_weights": False},
-    {"need_weights": False},
-)
+WEIGHTS = ({"need_weights": True}, {"need_weights": True, "average_attn_weights": False}, {"need_weights": False})
 # A fifth of the 108 calls for each construction, from another start in each: over the 96 constructions each is made 19 times.
 SHARES = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.full)], ids=["fifth", "all"])
 
@@ -146,9 +142,7 @@ def test_gradients_are_those_of_torchs_module(options, stride):
             results.append(torch.autograd.grad(loss, [*leaves.values(), *module.parameters()]))
         for ours_, theirs_ in zip(*reversed(results), strict=True):
             # Sums over 10 rows of what CLOSE bounds, of gradients below 10.
-            torch.testing.assert_close(
-                ours_, theirs_, atol=2.4e-11, rtol=0, msg=lambda m, n=note: f"{n}: {m}"
-            )
+            torch.testing.assert_close(ours_, theirs_, atol=2.4e-11, rtol=0, msg=lambda m, n=note: f"{n}: {m}")
 
 
 @SHARES
@@ -159,10 +153,7 @@ def test_float32_gives_what_torchs_module_gives(options, stride):
         narrow = {id(x): x.float() for x in given}
         given = [narrow[id(x)] for x in given]
         for_theirs, for_ours = (
-            {
-                k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-                for k, v in a.items()
-            }
+            {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in a.items()}
             for a in (for_theirs, for_ours)
         )
         assert_same(ours(*given, **for_ours), theirs(*given, **for_theirs), note, CLOSE_FLOAT32)

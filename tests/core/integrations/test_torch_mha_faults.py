@@ -124,9 +124,7 @@ def test_a_module_goes_from_torch_and_back(options):
     back = MultiheadAttention.from_torch(theirs).to_torch()
     assert type(back) is nn.MultiheadAttention
     assert not back.training
-    for (name, one), (other_name, other) in zip(
-        theirs.named_parameters(), back.named_parameters(), strict=True
-    ):
+    for (name, one), (other_name, other) in zip(theirs.named_parameters(), back.named_parameters(), strict=True):
         assert name == other_name
         assert torch.equal(one, other)
         assert one.data_ptr() != other.data_ptr()

@@ -117,9 +117,7 @@ def test_a_whole_transformer_gives_its_own_answer_and_gradients(batch_first):
         model.train()(*inputs, **arguments).sin().sum().backward()
     for (name, mine), original in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         # Ten times CLOSE: sums over N * SOURCE rows.
-        torch.testing.assert_close(
-            mine.grad, original.grad, atol=1e-11, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(mine.grad, original.grad, atol=1e-11, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def encoder(built_of_ours, variant, kind=MultiheadAttention):

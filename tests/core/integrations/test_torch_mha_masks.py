@@ -226,9 +226,7 @@ def test_appended_keys_are_seen_by_every_query_under_the_hint(variant):
     v = torch.cat([v, layer.bias_v.view(heads).expand(N, -1, -1, -1), torch.zeros(N, *heads[1:]).double()], 2)
     per_head = layer(x, x, x, attn_mask=CAUSAL, is_causal=True, average_attn_weights=False)
     torch.testing.assert_close(per_head[0], finished(layer, per_head[1] @ v), **CLOSE)
-    scored = attnlab.attend(
-        q[:, :, :1], k[:, :, [0, L, L + 1]], v[:, :, [0, L, L + 1]], variant, need_weights=True
-    )
+    scored = attnlab.attend(q[:, :, :1], k[:, :, [0, L, L + 1]], v[:, :, [0, L, L + 1]], variant, need_weights=True)
     torch.testing.assert_close(per_head[1][:, :, :1][..., [0, L, L + 1]], scored.weights, **CLOSE)
 
 

@@ -85,9 +85,7 @@ def test_a_trace_isolates_numbers_that_were_finite_in_it():
     query, key, value = inputs()
     program = traced(Module(), query, key, value)
     value[:, :, -1] = torch.nan
-    torch.testing.assert_close(
-        program(query, key, value), Module()(query, key, value), equal_nan=True, **CLOSE
-    )
+    torch.testing.assert_close(program(query, key, value), Module()(query, key, value), equal_nan=True, **CLOSE)
 
 
 @torch.no_grad()
@@ -166,9 +164,7 @@ def test_a_symbolic_trace_of_a_module_says_that_it_must_be_a_leaf():
 
         class Tracer(torch.fx.Tracer):
             def is_leaf_module(self, part, name):
-                return isinstance(part, (MultiHeadAttention, MultiheadAttention)) or super().is_leaf_module(
-                    part, name
-                )
+                return isinstance(part, (MultiHeadAttention, MultiheadAttention)) or super().is_leaf_module(part, name)
 
     class Layer(nn.Module):
         def __init__(self):
@@ -185,9 +181,7 @@ def test_a_symbolic_trace_of_a_module_says_that_it_must_be_a_leaf():
 
 def test_a_symbolic_trace_of_a_variant_says_that_it_must_be_a_leaf():
     module = _First(attnlab.create("dot_product", num_heads=4, head_dim=8))
-    with pytest.raises(
-        InvalidInput, match=r"got Proxy; torch\.fx\.symbolic_trace cannot look into this module"
-    ):
+    with pytest.raises(InvalidInput, match=r"got Proxy; torch\.fx\.symbolic_trace cannot look into this module"):
         torch.fx.symbolic_trace(module)
 
 
@@ -202,7 +196,5 @@ def test_a_symbolic_trace_of_a_variant_says_that_it_must_be_a_leaf():
 )
 def test_a_script_is_refused_by_name_and_with_what_to_do(module):
     """F36."""
-    with pytest.raises(
-        UnsupportedRequest, match=r"torch\.jit\.script does not know .* use torch\.jit\.trace"
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"torch\.jit\.script does not know .* use torch\.jit\.trace"):
         torch.jit.script(module)

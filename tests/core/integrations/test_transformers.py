@@ -10,8 +10,8 @@ import attnlab
 from attnlab import InvalidInput, PluginError, UnknownVariant, UnsupportedRequest, VariantUnavailable
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-from attnlab.integrations import _transformers_masks as masks  # noqa: E402
 from attnlab.integrations import transformers as hf  # noqa: E402
+from attnlab.integrations.transformers import masks  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # two float32 layers, each within a few units in the last place of 1
 
@@ -35,12 +35,7 @@ def decoder(**more):
     options = {"num_key_value_heads": 2, "max_position_embeddings": 64, **more}
     kind = transformers.MistralConfig if "sliding_window" in more else transformers.LlamaConfig
     config = kind(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        **options,
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, **options
     )
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
@@ -179,9 +174,7 @@ def test_the_most_negative_number_of_a_float_mask_hides():
 
 def test_softcap_sinks_bias_and_weights_are_handed_on():
     sinks, bias = torch.randn(2), torch.randn(1, 2, 5, 5)
-    query, key, value, (out, weights) = call(
-        softcap=2.0, s_aux=sinks, position_bias=bias, output_attentions=True
-    )
+    query, key, value, (out, weights) = call(softcap=2.0, s_aux=sinks, position_bias=bias, output_attentions=True)
     wanted = attnlab.attend(query, key, value, softcap=2.0, sinks=sinks, bias=bias, need_weights=True)
     torch.testing.assert_close(out.transpose(1, 2), wanted.out)
     torch.testing.assert_close(weights, wanted.weights)
@@ -190,9 +183,7 @@ def test_softcap_sinks_bias_and_weights_are_handed_on():
 def test_a_mask_and_a_position_bias_combine():
     bias, mask = torch.randn(1, 2, 5, 5), torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
     query, key, value, (out, _) = call(mask=mask, position_bias=bias)
-    torch.testing.assert_close(
-        out.transpose(1, 2), attnlab.attention(query, key, value, bias=bias, mask=mask)
-    )
+    torch.testing.assert_close(out.transpose(1, 2), attnlab.attention(query, key, value, bias=bias, mask=mask))
 
 
 def test_scaling_is_handed_on():
@@ -202,9 +193,7 @@ def test_scaling_is_handed_on():
 
 def test_a_formula_without_a_scale_takes_the_usual_one():
     query, key, value, (out, _) = call("linearised", scaling=8**-0.5)
-    torch.testing.assert_close(
-        out.transpose(1, 2), attnlab.attention(query, key, value, variant="linearised")
-    )
+    torch.testing.assert_close(out.transpose(1, 2), attnlab.attention(query, key, value, variant="linearised"))
 
 
 def test_weights_from_a_variant_that_has_none_are_refused():
@@ -214,13 +203,7 @@ def test_weights_from_a_variant_that_has_none_are_refused():
 
 
 def test_inert_and_absent_arguments_change_nothing():
-    call(
-        position_ids=torch.arange(5),
-        use_cache=False,
-        sliding_window=64,
-        indices=None,
-        cache_position=torch.arange(5),
-    )
+    call(position_ids=torch.arange(5), use_cache=False, sliding_window=64, indices=None, cache_position=torch.arange(5))
 
 
 # -- masks ------------------------------------------------------------------------------------------------
@@ -259,12 +242,7 @@ def test_the_structure_of_a_mask_says_what_the_tensor_says(window, both_ways, pa
     q_offset, kv_offset = offsets
     present = None if padding is None else padding.bool()
     mask = made(
-        q_length=4,
-        kv_length=7,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=function,
-        attention_mask=present,
+        q_length=4, kv_length=7, q_offset=q_offset, kv_offset=kv_offset, mask_function=function, attention_mask=present
     )
     structure = masks.structure_of(mask)
     assert structure is not None
@@ -315,9 +293,7 @@ def test_names_never_hold_a_word_that_means_something_else_there():
 
 def test_a_row_without_a_usable_name_is_refused(monkeypatch):
     registry = attnlab.Registry.default()
-    registry.register(
-        "my_flash", registry.variant_class("flash"), summary="a name that means something there"
-    )
+    registry.register("my_flash", registry.variant_class("flash"), summary="a name that means something there")
     monkeypatch.setattr("attnlab.catalogue._default", registry)
     with pytest.raises(PluginError, match=r"my_flash.*'flash'.*hf_name"):
         hf.name("my_flash")
@@ -359,8 +335,7 @@ def test_a_swap_by_name_gives_the_models_own_answer():
 def test_a_swap_that_no_layer_called_is_an_error():
     with (
         pytest.raises(
-            attnlab.AttnlabError,
-            match=r"expected a call from each of the layers encoder.layer.0.*got none from any",
+            attnlab.AttnlabError, match=r"expected a call from each of the layers encoder.layer.0.*got none from any"
         ),
         hf.using(encoder(), "dot_product"),
     ):
@@ -376,10 +351,7 @@ def test_an_error_inside_the_block_comes_out_and_the_model_is_put_back():
 
 
 def test_a_swap_with_missing_layers_is_refused():
-    with (
-        pytest.raises(InvalidInput, match="layers 0, 1, got 0"),
-        hf.using(encoder(), {0: learned(None)[0]}),
-    ):
+    with pytest.raises(InvalidInput, match="layers 0, 1, got 0"), hf.using(encoder(), {0: learned(None)[0]}):
         pass
 
 
@@ -388,9 +360,7 @@ def test_training_reaches_the_instances():
     instances = learned(model)
     with hf.using(model, instances):
         model(input_ids=tokens()).last_hidden_state.square().sum().backward()
-    assert all(
-        p.grad is not None and p.grad.isfinite().all() for i in instances.values() for p in i.parameters()
-    )
+    assert all(p.grad is not None and p.grad.isfinite().all() for i in instances.values() for p in i.parameters())
 
 
 def test_without_transformers_the_import_says_what_to_install(monkeypatch):

@@ -105,9 +105,7 @@ def test_a_pickle_runs_in_a_process_that_installed_nothing_F11(tmp_path):
         "import sys, torch; model, want = torch.load(sys.argv[1], weights_only=False); "
         "assert torch.allclose(model(torch.arange(3, 21).reshape(2, 9)).logits, want, atol=1e-5)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

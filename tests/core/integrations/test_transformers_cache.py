@@ -21,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def decoder(variant=None):
-    config = transformers.LlamaConfig(
-        **SMALL, intermediate_size=32, num_key_value_heads=2, max_position_embeddings=64
-    )
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=32, num_key_value_heads=2, max_position_embeddings=64)
     model = transformers.LlamaForCausalLM(config).eval()
     if variant is not None:
         hf.install(model, variant)
@@ -115,9 +113,7 @@ def begun():
 def rest(model, ids, cache):
     """The logits of the tokens from the sixth on."""
     with torch.no_grad():
-        return model(
-            input_ids=ids[:, 5:], position_ids=torch.arange(5, 9).expand(len(ids), -1), cache=cache
-        ).logits
+        return model(input_ids=ids[:, 5:], position_ids=torch.arange(5, 9).expand(len(ids), -1), cache=cache).logits
 
 
 def test_reordering_moves_sequences(begun):
@@ -207,12 +203,7 @@ def repeating(model):
     return torch.cat([ids, ids], 1)
 
 
-CROPPED = [
-    "dot_product",
-    "additive",
-    {"name": "sliding_window", "left": 3},
-    {"name": "sliding_window", "left": 40},
-]
+CROPPED = ["dot_product", "additive", {"name": "sliding_window", "left": 3}, {"name": "sliding_window", "left": 40}]
 
 
 @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])

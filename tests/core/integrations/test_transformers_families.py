@@ -81,12 +81,7 @@ def small(kind):
                 words[word] = size
             if re.search(r"num_hidden_layers|^n_layers?$|num_layers", word):
                 layers = value
-        elif (
-            isinstance(value, list)
-            and value
-            and all(isinstance(x, int) for x in value)
-            and re.search("depth", word)
-        ):
+        elif isinstance(value, list) and value and all(isinstance(x, int) for x in value) and re.search("depth", word):
             words[word] = [1] * len(value)
         elif isinstance(value, (list, tuple)) and re.search("image_size|img_size|resolution", word):
             words[word] = [32] * len(value)
@@ -193,10 +188,7 @@ def built(kind, implementation=None):
         config._attn_implementation = implementation
     torch.manual_seed(0)
     with torch.device("meta"):
-        millions = (
-            sum(x.numel() for x in transformers.AutoModel.from_config(copy.deepcopy(config)).parameters())
-            / 1e6
-        )
+        millions = sum(x.numel() for x in transformers.AutoModel.from_config(copy.deepcopy(config)).parameters()) / 1e6
     if millions > LARGEST:
         raise ValueError(f"{millions:.0f} million parameters, more than {LARGEST}")
     model = transformers.AutoModel.from_config(
@@ -267,16 +259,12 @@ OPERATIONS = {
 
 def stated_sizes(model, inputs):
     """The layers that state other sizes than a forward shows; there must be none."""
-    from attnlab.integrations import _transformers_layers as layers
+    from attnlab.integrations.transformers import layers
 
     found = layers.attention_layers(model)
     shown = layers._shown_sizes(model, found, inputs)
     stated = {path: layers._own_sizes(found[path]) for path in shown}
-    return [
-        f"{path}: {stated[path]}, not {shown[path]}"
-        for path in shown
-        if stated[path] not in (None, shown[path])
-    ]
+    return [f"{path}: {stated[path]}, not {shown[path]}" for path in shown if stated[path] not in (None, shown[path])]
 
 
 def judged(name, state_of):

@@ -146,9 +146,7 @@ def test_a_mask_from_outside_the_graph_is_refused_by_linear_variants_and_taken_w
             if variant == "dot_product":
                 torch.testing.assert_close(model(**inputs).logits, wanted, **CLOSE)
             else:
-                with pytest.raises(
-                    UnsupportedRequest, match=r"came into a graph of torch\.compile from outside"
-                ):
+                with pytest.raises(UnsupportedRequest, match=r"came into a graph of torch\.compile from outside"):
                     model(**inputs)
 
 

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def decoder():
-    config = transformers.LlamaConfig(
-        **SMALL, intermediate_size=32, num_key_value_heads=2, max_position_embeddings=64
-    )
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=32, num_key_value_heads=2, max_position_embeddings=64)
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -342,9 +340,7 @@ def test_a_process_that_knows_not_of_attnlab_says_how_to_load(tmp_path):
     hf.install(model, "additive")
     model.save_pretrained(tmp_path)
     script = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode != 0
     assert "pip install attnlab, then attnlab.integrations.transformers.load(folder)" in done.stderr
 

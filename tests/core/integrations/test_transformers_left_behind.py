@@ -9,8 +9,8 @@ import attnlab
 from attnlab import AttnlabError, InvalidInput, UnsupportedRequest
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-from attnlab.integrations import _transformers_install  # noqa: E402
 from attnlab.integrations import transformers as hf  # noqa: E402
+from attnlab.integrations.transformers import install as _transformers_install  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # two float32 layers, each within a few units in the last place of 1
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -91,12 +91,7 @@ def outputs(model, inputs):
 
 
 MODELS = [git, informer, nllb_moe, clip, images, llama]
-FEWER = [
-    git,
-    images,
-    llama,
-    *(pytest.param(build, marks=pytest.mark.full) for build in (informer, nllb_moe, clip)),
-]
+FEWER = [git, images, llama, *(pytest.param(build, marks=pytest.mark.full) for build in (informer, nllb_moe, clip))]
 
 
 # -- F29, F30 ---------------------------------------------------------------------------------------------
@@ -168,9 +163,7 @@ def test_a_model_that_does_with_its_mask_what_no_layer_sees_is_refused_on_an_exa
 
     model.model.layers[1].forward = forward
     before = state_of(model)
-    with pytest.raises(
-        UnsupportedRequest, match=r"would not compute what it does: with dot_product.*differs by"
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"would not compute what it does: with dot_product.*differs by"):
         attnlab.replace(model, "linearised", example=inputs)
     assert state_of(model) == before
 
@@ -233,8 +226,7 @@ REFUSED = {
 
 def names_there():
     return [
-        dict(kind._global_mapping)
-        for kind in (transformers.AttentionInterface, transformers.AttentionMaskInterface)
+        dict(kind._global_mapping) for kind in (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     ]
 
 
@@ -303,9 +295,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing_F33(monkeypatch, state_of, wh
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_interrupted_restore_leaves_every_variant_in_place_F33(monkeypatch, state_of, count):
-    model = torch.nn.ModuleDict(
-        {"one": llama()[0], "two": images()[0], "pool": torch.nn.MultiheadAttention(32, 4)}
-    )
+    model = torch.nn.ModuleDict({"one": llama()[0], "two": images()[0], "pool": torch.nn.MultiheadAttention(32, 4)})
     attnlab.replace(model, "dot_product")
     before, calls, real = state_of(model), [], _transformers_install.put_back
 
@@ -345,9 +335,7 @@ def test_a_model_that_shares_its_config_is_not_touched_F33(first, state_of, tmp_
     assert state_of(teacher) == before
     assert torch.equal(outputs(teacher, inputs), wanted)
     teacher.save_pretrained(tmp_path)
-    assert torch.equal(
-        outputs(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval(), inputs), wanted
-    )
+    assert torch.equal(outputs(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval(), inputs), wanted)
     attnlab.replace(teacher, "dot_product")
     torch.testing.assert_close(outputs(teacher, inputs), wanted, **CLOSE)
     assert torch.equal(outputs(student, inputs), changed)
@@ -391,10 +379,8 @@ def test_layers_that_state_their_sizes_need_no_forward_F34():
 
 
 @pytest.mark.parametrize("operation", [attnlab.replace, hf.install])
-def test_where_no_inputs_can_be_made_up_one_sentence_asks_for_an_example_F34(
-    monkeypatch, state_of, operation
-):
-    from attnlab.integrations import _transformers_layers
+def test_where_no_inputs_can_be_made_up_one_sentence_asks_for_an_example_F34(monkeypatch, state_of, operation):
+    from attnlab.integrations.transformers import layers as _transformers_layers
 
     model, inputs = informer()
     monkeypatch.setattr(_transformers_layers, "_own_sizes", lambda layer: None)
@@ -406,7 +392,7 @@ def test_where_no_inputs_can_be_made_up_one_sentence_asks_for_an_example_F34(
 
 
 def test_a_config_that_lacks_what_inputs_are_made_of_is_a_sentence_F34(monkeypatch, state_of):
-    from attnlab.integrations import _transformers_layers
+    from attnlab.integrations.transformers import layers as _transformers_layers
 
     model, _ = images()
     monkeypatch.setattr(_transformers_layers, "_own_sizes", lambda layer: None)
@@ -440,9 +426,7 @@ def test_windows_of_any_size_in_a_config_F32(kind, types, window, implementation
         return
     with hf.using(model, "dot_product"):
         found = outputs(model, inputs)
-    if (
-        "sliding_attention" not in types or window > 0
-    ):  # what a query that sees nothing gets is not defined there
+    if "sliding_attention" not in types or window > 0:  # what a query that sees nothing gets is not defined there
         torch.testing.assert_close(found, wanted, **CLOSE)
         attnlab.replace(model, "dot_product", example=inputs)
         assert torch.equal(outputs(model, inputs), found)

@@ -9,8 +9,8 @@ import attnlab
 from attnlab import UnsupportedRequest
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-from attnlab.integrations import _transformers_masks as masks  # noqa: E402
 from attnlab.integrations import transformers as hf  # noqa: E402
+from attnlab.integrations.transformers import masks  # noqa: E402
 
 LENGTHS = (5, 7)
 PLACES = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -95,11 +95,7 @@ def test_a_variant_that_reads_positions_and_knows_no_segments_refuses():
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        "dot_product",
-        {"name": "sliding_window", "left": 2},
-        {"name": "multiplicative_local_m", "half_width": 1},
-    ],
+    ["dot_product", {"name": "sliding_window", "left": 2}, {"name": "multiplicative_local_m", "half_width": 1}],
 )
 def test_a_graph_packs_for_variants_that_read_no_beginning(variant):
     torch._dynamo.reset()
@@ -177,9 +173,7 @@ def test_packed_rows_are_found_beside_masks_and_caches(entrance, beside):
     rows = [torch.randint(3, 50, (1, n)) for n in LENGTHS]
     given = {"input_ids": torch.cat(rows, 1), "position_ids": PLACES, **BESIDE[beside]}
     alone, found = entered(
-        entrance,
-        model,
-        lambda: (torch.cat([model(input_ids=row).logits for row in rows], 1), model(**given).logits),
+        entrance, model, lambda: (torch.cat([model(input_ids=row).logits for row in rows], 1), model(**given).logits)
     )
     torch.testing.assert_close(found, alone, atol=1e-10, rtol=0)
 
@@ -249,9 +243,7 @@ def test_tokens_that_go_on_beside_packed_keys_are_refused(new):
         model(input_ids=torch.tensor([[3]]), use_cache=False)
 
 
-@pytest.mark.parametrize(
-    "variant", ["dot_product", "gated_delta", {"name": "sliding_window", "left": 2}], ids=row_of
-)
+@pytest.mark.parametrize("variant", ["dot_product", "gated_delta", {"name": "sliding_window", "left": 2}], ids=row_of)
 @torch.no_grad()
 def test_a_state_cache_holds_one_sequence_a_row(variant):
     model = decoder()

@@ -8,12 +8,12 @@ import torch
 
 import attnlab
 from attnlab import AttnlabError, InvalidInput, UnsupportedRequest
-from attnlab._module_arguments import placement
+from attnlab.layers.arguments import placement
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 from attnlab.integrations import transformers as hf  # noqa: E402
-from attnlab.integrations._transformers_function import ModelFunction  # noqa: E402
-from attnlab.integrations._transformers_names import by_name  # noqa: E402
+from attnlab.integrations.transformers.function import ModelFunction  # noqa: E402
+from attnlab.integrations.transformers.names import by_name  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # two float32 layers, each within a few units in the last place of 1
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -55,9 +55,7 @@ def clap():
 
 
 def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=50, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
-    )
+    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
     return transformers.GPT2Model(config).eval(), {"input_ids": ids()}
 
 
@@ -86,12 +84,9 @@ def test_weights_are_given_however_a_model_asks_for_them(made):
 def test_every_stack_that_collects_weights_by_hand_is_known_by_its_source():
     """F38: of each class that asks for an implementation, in files where a stack takes `output_attentions` and keeps it."""
     from transformers.models.longt5.modeling_longt5 import LongT5Attention
-    from transformers.models.pix2struct.modeling_pix2struct import (
-        Pix2StructTextAttention,
-        Pix2StructVisionAttention,
-    )
+    from transformers.models.pix2struct.modeling_pix2struct import Pix2StructTextAttention, Pix2StructVisionAttention
 
-    from attnlab.integrations._transformers_weights import _collects_by_hand
+    from attnlab.integrations.transformers.weights import _collects_by_hand
 
     assert all(map(_collects_by_hand, [Pix2StructVisionAttention, Pix2StructTextAttention, LongT5Attention]))
     assert not _collects_by_hand(transformers.models.llama.modeling_llama.LlamaAttention)

@@ -13,8 +13,8 @@ from attnlab.catalogue import use_registry
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 from attnlab.engines import fused  # noqa: E402
-from attnlab.integrations import _transformers_masks as masks  # noqa: E402
 from attnlab.integrations import transformers as hf  # noqa: E402
+from attnlab.integrations.transformers import masks  # noqa: E402
 
 PRESENT = torch.tensor([[True] * 6, [False, False, True, True, True, True]])
 
@@ -159,11 +159,7 @@ class Negative(attnlab.Attention):
 
     formula = "negative_mean"
     capabilities = attnlab.Capabilities(
-        key_mask=True,
-        causal=True,
-        position_free=True,
-        dtypes=frozenset({"float32"}),
-        devices=frozenset({"cpu"}),
+        key_mask=True, causal=True, position_free=True, dtypes=frozenset({"float32"}), devices=frozenset({"cpu"})
     )
 
     def attend(self, query, key, value, call):
@@ -193,9 +189,7 @@ def test_a_registry_that_changes_during_a_call_is_the_one_of_the_next(pair, mask
     try:
         assert not torch.equal(function(Layer(), *given, mask)[0], wanted)
         assert torch.equal(function(Layer(), *given, mask)[0], wanted)
-        assert torch.equal(
-            attnlab.attention(*given, causal=True).transpose(1, 2), function(Layer(), *given, None)[0]
-        )
+        assert torch.equal(attnlab.attention(*given, causal=True).transpose(1, 2), function(Layer(), *given, None)[0])
     finally:
         use_registry(None)
 

@@ -39,9 +39,7 @@ class Wrapped(nn.Module):
 
 
 def bert():
-    return Wrapped(
-        transformers.BertModel(transformers.BertConfig(**TINY)), "input_ids", "attention_mask"
-    ), padded
+    return Wrapped(transformers.BertModel(transformers.BertConfig(**TINY)), "input_ids", "attention_mask"), padded
 
 
 def llama():

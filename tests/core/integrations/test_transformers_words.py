@@ -11,10 +11,10 @@ import attnlab
 from attnlab import UnsupportedRequest
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-from attnlab.integrations import _transformers_arguments as words  # noqa: E402
 from attnlab.integrations import transformers as hf  # noqa: E402
-from attnlab.integrations._transformers_function import ModelFunction  # noqa: E402
-from attnlab.integrations._transformers_names import by_name  # noqa: E402
+from attnlab.integrations.transformers import arguments as words  # noqa: E402
+from attnlab.integrations.transformers.function import ModelFunction  # noqa: E402
+from attnlab.integrations.transformers.names import by_name  # noqa: E402
 
 ROOT = Path(transformers.__file__).parent
 OF_EVERY_CALL = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal"}
@@ -84,9 +84,7 @@ def words_of_transformers():
             continue
         tree = ast.parse(text)
         interfaces = [c for c in ast.walk(tree) if is_interface(c) and len(c.args) > 1]
-        defaults = {
-            getattr(call.args[1], "id", "") for call in interfaces if "experts" not in ast.unparse(call)
-        }
+        defaults = {getattr(call.args[1], "id", "") for call in interfaces if "experts" not in ast.unparse(call)}
         held = {
             target.id
             for a in ast.walk(tree)
@@ -96,8 +94,7 @@ def words_of_transformers():
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (
-                node.name in defaults
-                or node.name.endswith(("attention_forward", "_process_flash_attention_kwargs"))
+                node.name in defaults or node.name.endswith(("attention_forward", "_process_flash_attention_kwargs"))
             ):
                 found.update(dict.fromkeys(words_read_by(node), file.name))
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in held:
@@ -137,9 +134,7 @@ def test_a_word_that_says_nothing_of_attention_passes(word, value):
 
 def test_images_pass_whatever_their_shape():
     attend, given = function("dot_product"), inputs()
-    attend(
-        Layer(), *given, None, pixel_values=torch.ones(2, 4, 6, 6), pixel_values_videos=torch.ones(2, 4, 6, 6)
-    )
+    attend(Layer(), *given, None, pixel_values=torch.ones(2, 4, 6, 6), pixel_values_videos=torch.ones(2, 4, 6, 6))
 
 
 def test_what_was_let_pass_is_logged_once(caplog):
@@ -152,8 +147,7 @@ def test_what_was_let_pass_is_logged_once(caplog):
 
 
 @pytest.mark.parametrize(
-    "word",
-    [*words.REFUSED, "relative_position_bias", "attention_bias", "alibi", "score_mod", "softcapping_softcap"],
+    "word", [*words.REFUSED, "relative_position_bias", "attention_bias", "alibi", "score_mod", "softcapping_softcap"]
 )
 def test_a_word_that_changes_attention_is_refused_by_name(word):
     """F31: never dropped."""
@@ -213,9 +207,7 @@ def test_lengths_of_packed_rows_are_refused_where_they_cannot_be_honoured():
         function("dot_product")(Layer(), *given, None, cu_seq_lens_q={"a": ENDS}, cu_seq_lens_k=ENDS)
     one = torch.tensor([0, 12], dtype=torch.int32)
     plain, _ = function("linearised")(Layer(), *given, None)
-    assert torch.equal(
-        function("linearised")(Layer(), *given, None, cu_seq_lens_q=one, cu_seq_lens_k=one)[0], plain
-    )
+    assert torch.equal(function("linearised")(Layer(), *given, None, cu_seq_lens_q=one, cu_seq_lens_k=one)[0], plain)
 
 
 @torch.no_grad()
@@ -262,13 +254,7 @@ def test_a_model_whose_layers_pass_words_of_kernels_runs_in_training_and_eval():
 
 # -- scales that a formula lacks ----------------------------------------------------------------------------------
 
-LINEARISED = [
-    "linearised",
-    "linearised_taylor",
-    "linearised_exp",
-    "linearised_cosine",
-    "linearised_cosformer",
-]
+LINEARISED = ["linearised", "linearised_taylor", "linearised_exp", "linearised_cosine", "linearised_cosformer"]
 
 
 @pytest.mark.parametrize("variant", LINEARISED)
@@ -298,9 +284,7 @@ def test_random_features_of_the_softmax_come_near_a_host_that_passes_1():
     """F37: what the kernel of favor estimates is `exp(scale * q k)`, whatever the scale."""
     query, key, value = (x.double() * 0.3 for x in inputs())
     exact = torch.softmax(query @ key.mT, -1) @ value
-    instance = attnlab.create(
-        "linearised", num_heads=4, head_dim=8, feature_map="favor", num_features=4096
-    ).double()
+    instance = attnlab.create("linearised", num_heads=4, head_dim=8, feature_map="favor", num_features=4096).double()
     attend = ModelFunction(lambda *_: instance)
     found, _ = attend(Layer(), query, key, value, None, scaling=1.0)
     folded_twice = attnlab.attend(query, key, value).out

@@ -64,10 +64,7 @@ class Adapted(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.base_layer = copy.deepcopy(linear)
-        self.a, self.b = (
-            nn.Linear(linear.in_features, 2, bias=False),
-            nn.Linear(2, linear.out_features, bias=False),
-        )
+        self.a, self.b = (nn.Linear(linear.in_features, 2, bias=False), nn.Linear(2, linear.out_features, bias=False))
         linear.weight.data += self.b.weight.detach() @ self.a.weight.detach()
 
     def forward(self, x):
@@ -79,10 +76,7 @@ class Packed(nn.Module):
 
     def __init__(self, linear):
         super().__init__()
-        self.held = [
-            linear.weight.detach().clone(),
-            None if linear.bias is None else linear.bias.detach().clone(),
-        ]
+        self.held = [linear.weight.detach().clone(), None if linear.bias is None else linear.bias.detach().clone()]
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def weight(self):
@@ -296,9 +290,7 @@ class Attending(nn.Module):
 
 def adapted(peft, model, *names):
     torch.manual_seed(1)
-    return peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=list(names), r=2, init_lora_weights=False)
-    )
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=list(names), r=2, init_lora_weights=False))
 
 
 @pytest.mark.parametrize("order", ["adapter first", "variant first"])
@@ -369,16 +361,12 @@ def test_models_whose_weights_accelerate_keeps_elsewhere(variant, where, tmp_pat
         places = dict.fromkeys(
             ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
         )
-        accelerate.dispatch_model(
-            other, {**places, "model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path
-        )
+        accelerate.dispatch_model(other, {**places, "model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path)
     for model in (plain, other):
         torch.manual_seed(1)
         hf.install(model, variant)
     with torch.no_grad():
-        torch.testing.assert_close(
-            other(ids, use_cache=False).logits, plain(ids, use_cache=False).logits, **CLOSE
-        )
+        torch.testing.assert_close(other(ids, use_cache=False).logits, plain(ids, use_cache=False).logits, **CLOSE)
 
 
 # -- torch's fast path, and what is refused -----------------------------------------------------------------
@@ -412,9 +400,7 @@ def test_torchs_module_with_pruned_projections_of_its_own_is_refused_in_a_senten
 def test_plain_layers_still_say_which_dtype_they_want():
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     for module in (attnlab.MultiHeadAttention(WIDTH, HEADS), MultiheadAttention(WIDTH, HEADS)):
-        with pytest.raises(
-            InvalidInput, match=r"query is torch\.float64 on cpu and the module torch\.float32"
-        ):
+        with pytest.raises(InvalidInput, match=r"query is torch\.float64 on cpu and the module torch\.float32"):
             module(x, x, x)
 
 

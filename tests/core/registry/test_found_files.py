@@ -27,9 +27,7 @@ links = pytest.mark.skipif(sys.platform == "win32", reason="making a link needs 
 
 
 @pytest.fixture
-def project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_built_in: None, install: Install
-) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_built_in: None, install: Install) -> Path:
     """The working directory, with an installed package whose variant is `soft`."""
     monkeypatch.setenv("ATTNLAB_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(_registry, "_announced", set())
@@ -108,8 +106,7 @@ def test_the_first_use_says_which_found_file_a_name_comes_from(
     project: Path, write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:  # F18
     file = write(
-        "project/attnlab.yaml",
-        f"{HEAD}  soft: {{extends: other, replaces: true}}\n  own: {{extends: soft}}\n",
+        "project/attnlab.yaml", f"{HEAD}  soft: {{extends: other, replaces: true}}\n  own: {{extends: soft}}\n"
     )
     (words,) = said_at_first_use(caplog, "soft")
     assert "'soft' stays the variant of" in words
@@ -204,8 +201,7 @@ def test_an_edit_of_what_the_target_imports_asks_again(helped: Path, edited: str
 
 
 @pytest.mark.parametrize(
-    "statement",
-    ["__import__('late')", "import importlib; importlib.import_module('late')", "exec('import late')"],
+    "statement", ["__import__('late')", "import importlib; importlib.import_module('late')", "exec('import late')"]
 )
 def test_what_no_import_statement_names_is_refused(project: Path, write: Write, statement: str) -> None:
     write("project/mine.py", f"{statement}\nclass Mine: ...\n")

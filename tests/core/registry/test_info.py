@@ -59,12 +59,8 @@ def test_a_module_that_is_missing_says_what_to_install(write: Write) -> None:
     assert said.endswith("install the package that has 'no_such_pkg'")
 
 
-@pytest.mark.parametrize(
-    "module", ["json.no_such_part", "json.decoder.deeper", "keyword.deeper", "attnlab.no_such"]
-)
-def test_a_part_of_a_package_that_is_missing_is_told_without_importing_the_package(
-    write: Write, module: str
-) -> None:
+@pytest.mark.parametrize("module", ["json.no_such_part", "json.decoder.deeper", "keyword.deeper", "attnlab.no_such"])
+def test_a_part_of_a_package_that_is_missing_is_told_without_importing_the_package(write: Write, module: str) -> None:
     said = unavailable(one(write, f"target: '{module}:C'"), VariantUnavailable)
     assert f"there is no module {module!r}" in said
     assert said.endswith("correct the target")
@@ -83,9 +79,7 @@ def test_a_package_that_only_an_import_could_resolve_is_given_the_benefit_of_the
 
 def test_a_required_module_that_is_missing_is_named_with_what_to_do(write: Write) -> None:
     said = unavailable(one(write, "target: 'json:C', requires: [json, no_such_kernels]"), VariantUnavailable)
-    assert (
-        said == "needs the module 'no_such_kernels', which is not installed; try: pip install no_such_kernels"
-    )
+    assert said == "needs the module 'no_such_kernels', which is not installed; try: pip install no_such_kernels"
 
 
 def test_a_required_module_may_be_installed_under_another_name(write: Write) -> None:
@@ -127,9 +121,7 @@ def test_a_device_that_only_torch_could_tell_of_is_given_the_benefit_of_the_doub
     monkeypatch.setitem(sys.modules, "torch", None)
     assert one(write, "target: 'json:C', devices: [xpu]").info("x").unavailable is None
     monkeypatch.setitem(sys.modules, "torch", Torch(False))
-    assert "computes on xpu alone" in str(
-        one(write, "target: 'json:C', devices: [xpu]").info("x").unavailable
-    )
+    assert "computes on xpu alone" in str(one(write, "target: 'json:C', devices: [xpu]").info("x").unavailable)
 
 
 def test_a_required_module_of_python_itself_is_not_something_to_install(
@@ -183,9 +175,7 @@ def test_a_disabled_variant_stays_listed_and_is_not_imported(
     assert unavailable(registry, VariantUnavailable) == "'x' is disabled by ATTNLAB_DISABLE"
 
 
-def test_a_preset_of_a_disabled_variant_is_disabled_with_it(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_of_a_disabled_variant_is_disabled_with_it(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write("a.yaml", f"{HEAD}  base: {{target: 'json:C'}}\n  x: {{extends: base}}\n")
     monkeypatch.setenv("ATTNLAB_DISABLE", "base")
     assert "'base' is disabled" in unavailable(Registry.from_files(file), VariantUnavailable)
@@ -197,10 +187,7 @@ def test_disabling_what_does_not_exist_is_a_problem_with_the_nearest_name(
     monkeypatch.setenv("ATTNLAB_DISABLE", "xx,pytest")
     problems = one(write, "target: 'json:C'").problems
     assert len(problems) == 1, "pytest is installed, so naming it is no mistake"
-    assert (
-        "ATTNLAB_DISABLE names 'xx', which is neither a variant nor a plugin; did you mean 'x'?"
-        in problems[0]
-    )
+    assert "ATTNLAB_DISABLE names 'xx', which is neither a variant nor a plugin; did you mean 'x'?" in problems[0]
 
 
 def test_the_parts_of_a_container_agree(write: Write) -> None:

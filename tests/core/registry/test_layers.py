@@ -110,10 +110,7 @@ def test_finding_and_reading_imports_no_package(install: Install) -> None:
     install(
         "stranger-noisy",
         "stranger_noisy",
-        {
-            "__init__.py": "raise SystemExit('imported')",
-            "registry.yaml": row("noisy", "stranger_noisy.deep:C"),
-        },
+        {"__init__.py": "raise SystemExit('imported')", "registry.yaml": row("noisy", "stranger_noisy.deep:C")},
     )
     registry = Registry.default()
     registry.info("noisy")
@@ -134,9 +131,7 @@ def test_finding_and_reading_imports_no_package(install: Install) -> None:
         ("keyword:registry.yaml", "there is no package 'keyword'"),
     ],
 )
-def test_a_bad_entry_point_is_a_problem_and_the_others_are_found(
-    install: Install, value: str, words: str
-) -> None:
+def test_a_bad_entry_point_is_a_problem_and_the_others_are_found(install: Install, value: str, words: str) -> None:
     install("stranger-bad", "stranger_bad", {}, entry_points=f"[attnlab.registries]\nmain = {value}\n")
     install("stranger-good", "stranger_good", {"registry.yaml": row("good")})
     registry = Registry.default()
@@ -150,10 +145,7 @@ def test_a_bad_entry_point_is_a_problem_and_the_others_are_found(
 @pytest.mark.usefixtures("nothing_built_in", "project")
 def test_a_file_may_lie_deeper_in_a_package(install: Install) -> None:
     folder = install(
-        "stranger-deep",
-        "stranger_deep",
-        {},
-        entry_points="[attnlab.registries]\nm = stranger_deep.data:r/x.yaml\n",
+        "stranger-deep", "stranger_deep", {}, entry_points="[attnlab.registries]\nm = stranger_deep.data:r/x.yaml\n"
     )
     (folder / "data" / "r").mkdir(parents=True)
     (folder / "data" / "r" / "x.yaml").write_text(row("deep"), encoding="utf-8")
@@ -170,9 +162,7 @@ def test_unreadable_metadata_of_one_package_hides_no_other(install: Install) -> 
 
 
 @pytest.mark.usefixtures("nothing_built_in", "project")
-def test_a_broken_file_that_was_found_is_a_problem_and_everything_else_works(
-    install: Install, home: Path
-) -> None:
+def test_a_broken_file_that_was_found_is_a_problem_and_everything_else_works(install: Install, home: Path) -> None:
     install("stranger-bad", "stranger_bad", {"registry.yaml": "version: 1\nvariants: [\n"})
     install("stranger-good", "stranger_good", {"registry.yaml": row("good")})
     (home / "registry.yaml").mkdir()
@@ -212,9 +202,7 @@ def put(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.chmod(0)
         real = open
 
-        def refuse(
-            file: object, *rest: object, **named: object
-        ) -> object:  # root may read everything: it is played
+        def refuse(file: object, *rest: object, **named: object) -> object:  # root may read everything: it is played
             if str(file) == str(path):
                 raise PermissionError(13, "Permission denied", str(path))
             return real(file, *rest, **named)  # type: ignore[call-overload]
@@ -239,11 +227,7 @@ def test_a_found_file_that_cannot_be_read_is_one_sentence_and_the_other_layers_w
     install: Install, home: Path, project: Path, monkeypatch: pytest.MonkeyPatch, layer: str, kind: str
 ) -> None:
     folder = install("stranger-one", "stranger_one", {})
-    places = {
-        "package": folder / "registry.yaml",
-        "user": home / "registry.yaml",
-        "project": project / "attnlab.yaml",
-    }
+    places = {"package": folder / "registry.yaml", "user": home / "registry.yaml", "project": project / "attnlab.yaml"}
     for name, path in places.items():
         if name != layer:
             path.write_text(row(name), encoding="utf-8")
@@ -277,9 +261,7 @@ def test_the_packaged_file_wins_over_the_root_of_a_checkout(
 ) -> None:
     write("plugins/attnlab_plugins/__init__.py", "")
     at_the_root = write("registry.yaml", row("root"))
-    monkeypatch.setattr(
-        "attnlab.registry.layers._folders", lambda _: [tmp_path / "plugins" / "attnlab_plugins"]
-    )
+    monkeypatch.setattr("attnlab.registry.layers._folders", lambda _: [tmp_path / "plugins" / "attnlab_plugins"])
     assert locate("attnlab_plugins:registry.yaml").path == at_the_root
     packaged = write("plugins/attnlab_plugins/registry.yaml", row("packaged"))
     assert locate("attnlab_plugins:registry.yaml").path == packaged
@@ -298,8 +280,6 @@ def test_a_named_file_that_is_missing_says_who_named_it(monkeypatch: pytest.Monk
     from attnlab.errors import RegistryFileError
 
     monkeypatch.setenv("ATTNLAB_REGISTRY", "gone.yaml")
-    with pytest.raises(
-        RegistryFileError, match=r"gone\.yaml: there is no such file \(named by ATTNLAB_REGISTRY\)"
-    ):
+    with pytest.raises(RegistryFileError, match=r"gone\.yaml: there is no such file \(named by ATTNLAB_REGISTRY\)"):
         Registry.default()
     assert find_layers()[-1].named_by == "ATTNLAB_REGISTRY"

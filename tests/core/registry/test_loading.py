@@ -96,9 +96,7 @@ def test_two_instances_share_no_option_value(make: Callable[..., Registry]) -> N
 
 
 def test_a_preset_creates_its_parents_class_with_its_own_options(make: Callable[..., Registry]) -> None:
-    registry = make(
-        "target: 'code/mean.py:Mean', options: {power: 2}", "  p: {extends: x, options: {power: 3}}\n"
-    )
+    registry = make("target: 'code/mean.py:Mean', options: {power: 2}", "  p: {extends: x, options: {power: 3}}\n")
     assert registry.variant_class("p") is registry.variant_class("x")
     preset = registry.create("p", **DIMS)
     assert (preset.name, preset.options["power"]) == ("p", 3)
@@ -110,8 +108,7 @@ def test_an_unknown_option_is_refused_before_any_import_where_the_row_lists_opti
         write("r.yaml", f"{HEAD}  x: {{target: 'code/bomb.py:C', options: {{hidden_size: 3}}}}\n")
     )
     with pytest.raises(
-        InvalidInput,
-        match=r"x: unknown option 'hiden_size'; did you mean 'hidden_size'\? accepted: hidden_size",
+        InvalidInput, match=r"x: unknown option 'hiden_size'; did you mean 'hidden_size'\? accepted: hidden_size"
     ):
         registry.create("x", **DIMS, hiden_size=3)
 
@@ -125,9 +122,7 @@ def test_an_unknown_option_is_refused_by_the_class_where_the_row_lists_none(
         make(f"target: 'code/mean.py:Mean'{listed}").create("x", **DIMS, powr=3)
 
 
-def test_an_option_of_the_file_that_the_class_does_not_accept_names_its_place(
-    make: Callable[..., Registry],
-) -> None:
+def test_an_option_of_the_file_that_the_class_does_not_accept_names_its_place(make: Callable[..., Registry]) -> None:
     registry = make("target: 'code/mean.py:Mean', options: {powr: 1}")
     with pytest.raises(
         RegistryFileError,
@@ -164,8 +159,7 @@ def test_a_type_error_of_the_class_is_the_callers_input(make: Callable[..., Regi
 
 def test_any_other_error_of_the_class_is_the_plugins(make: Callable[..., Registry]) -> None:
     with pytest.raises(
-        PluginError,
-        match=r"x \(target code/mean\.py:Mean, from .*reg\.yaml:3\): making it failed: KeyError: 'lost'",
+        PluginError, match=r"x \(target code/mean\.py:Mean, from .*reg\.yaml:3\): making it failed: KeyError: 'lost'"
     ):
         make().create("x", **DIMS, mode="crash")
 
@@ -239,9 +233,7 @@ def test_a_part_that_the_plugins_own_package_lacks_is_not_something_to_install(
     with pytest.raises(VariantUnavailable) as caught:
         registry.create("x", **DIMS)
     said = str(caught.value)
-    assert said.endswith(
-        "there is no module 'stranger_half.kernels': reinstall 'stranger_half', or correct the name"
-    )
+    assert said.endswith("there is no module 'stranger_half.kernels': reinstall 'stranger_half', or correct the name")
     assert "pip install" not in said
 
 
@@ -250,25 +242,15 @@ def test_a_part_that_the_plugins_own_package_lacks_is_not_something_to_install(
     [
         (ModuleNotFoundError("No module named 'torch'", name="torch"), "install 'torch', which it imports"),
         (
-            ModuleNotFoundError("No module named 'attnlab._arguments'", name="attnlab._arguments"),
-            "there is no module 'attnlab._arguments': reinstall 'attnlab', or correct the name",
+            ModuleNotFoundError("No module named 'attnlab.gate.arguments'", name="attnlab.gate.arguments"),
+            "there is no module 'attnlab.gate.arguments': reinstall 'attnlab', or correct the name",
         ),
-        (
-            ModuleNotFoundError("No module named '_ctypes'", name="_ctypes"),
-            "'_ctypes' belongs to Python itself",
-        ),
+        (ModuleNotFoundError("No module named '_ctypes'", name="_ctypes"), "'_ctypes' belongs to Python itself"),
         (ImportError("cannot import name 'x' from 'torch'", name="torch"), "see `attnlab doctor`"),
         (OSError("libcublas.so.12: cannot open shared object file"), "see `attnlab doctor`"),
         (RuntimeError("operator torchvision::nms does not exist"), "see `attnlab doctor`"),
     ],
-    ids=[
-        "no torch",
-        "attnlab in pieces",
-        "Python in pieces",
-        "old torch",
-        "torch in pieces",
-        "torch that raises",
-    ],
+    ids=["no torch", "attnlab in pieces", "Python in pieces", "old torch", "torch in pieces", "torch that raises"],
 )
 def test_what_attnlab_itself_cannot_import_is_told_truthfully(
     make: Callable[..., Registry], monkeypatch: pytest.MonkeyPatch, fault: Exception, hint: str
@@ -347,9 +329,7 @@ def test_the_same_file_is_run_once_for_several_variants(write: Write) -> None:
 def test_a_registered_class_is_a_variant_like_any_other(make: Callable[..., Registry]) -> None:
     registry = make()
     mean = registry.variant_class("x")
-    registry.register(
-        "mine", mean, summary="of the program", options={"power": 2}, capabilities=["cross_lengths"]
-    )
+    registry.register("mine", mean, summary="of the program", options={"power": 2}, capabilities=["cross_lengths"])
     info = registry.info("mine")
     assert (info.layer, info.file, info.line, info.summary) == ("program", None, 0, "of the program")
     assert (info.family, info.formula, info.capabilities) == ("plain", "mean_of_values", ("cross_lengths",))

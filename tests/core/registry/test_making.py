@@ -135,9 +135,7 @@ def test_a_huge_option_is_cut_in_whatever_the_class_says_of_it(refusal: Callable
 
 
 def test_huge_options_are_cut_in_the_list_of_options(write: Write) -> None:
-    code = (
-        "from attnlab import Attention\nclass C(Attention):\n    def __init__(self, *, a, **dims): raise {}\n"
-    )
+    code = "from attnlab import Attention\nclass C(Attention):\n    def __init__(self, *, a, **dims): raise {}\n"
     for raised, error in (("ValueError('a ' + a)", InvalidInput), ("KeyError(a)", PluginError)):
         write(f"{error.__name__}.py", code.format(raised))
         file = write("reg.yaml", f"{HEAD}  x: {{target: '{error.__name__}.py:C'}}\n")
@@ -157,9 +155,7 @@ def test_huge_options_are_cut_in_the_list_of_options(write: Write) -> None:
         ("flash", {"num_heads": 1.5}, "flash: num_heads must be an int of 1 or more, got 1.5"),
     ],
 )  # fmt: skip
-def test_a_built_in_preset_is_named_as_it_was_asked_for(
-    name: str, arguments: dict[str, Any], expected: str
-) -> None:
+def test_a_built_in_preset_is_named_as_it_was_asked_for(name: str, arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         attnlab.create(name, **{**DIMS, **arguments})
     assert str(caught.value).startswith(expected)

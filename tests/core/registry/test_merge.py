@@ -81,15 +81,11 @@ def test_disabling_one_of_two_packages_gives_the_name_back(
 
 def test_a_package_cannot_replace_what_another_package_has(install: Install, layered: Path) -> None:
     install("stranger-one", "stranger_one", {"registry.yaml": HEAD + row("clash")})
-    install(
-        "stranger-two", "stranger_two", {"registry.yaml": HEAD + row("clash", extra="    replaces: true\n")}
-    )
+    install("stranger-two", "stranger_two", {"registry.yaml": HEAD + row("clash", extra="    replaces: true\n")})
     assert "(stranger-two)" in refusal(Registry.default(), "clash")
 
 
-def test_a_higher_layer_replaces_a_name_when_it_says_so(
-    install: Install, layered: Path, write: Write
-) -> None:
+def test_a_higher_layer_replaces_a_name_when_it_says_so(install: Install, layered: Path, write: Write) -> None:
     install("stranger-one", "stranger_one", {"registry.yaml": HEAD + row("x", "package")})
     write("registry.yaml", HEAD + row("x", "user", "    replaces: true\n"))
     write("attnlab.yaml", HEAD + row("x", "project", "    replaces: true\n"))
@@ -99,9 +95,7 @@ def test_a_higher_layer_replaces_a_name_when_it_says_so(
     assert registry.problems == []
 
 
-def test_a_higher_layer_that_does_not_say_so_spoils_the_name(
-    install: Install, layered: Path, write: Write
-) -> None:
+def test_a_higher_layer_that_does_not_say_so_spoils_the_name(install: Install, layered: Path, write: Write) -> None:
     install("stranger-one", "stranger_one", {"registry.yaml": HEAD + row("x")})
     user = write("registry.yaml", HEAD + row("x"))
     said = refusal(Registry.default(), "x")
@@ -110,9 +104,7 @@ def test_a_higher_layer_that_does_not_say_so_spoils_the_name(
     assert "add 'replaces: true' to the second" in said
 
 
-def test_a_clash_is_settled_by_replacing_the_name_above_both(
-    install: Install, layered: Path, write: Write
-) -> None:
+def test_a_clash_is_settled_by_replacing_the_name_above_both(install: Install, layered: Path, write: Write) -> None:
     for n in ("one", "two"):
         install(f"stranger-{n}", f"stranger_{n}", {"registry.yaml": HEAD + row("clash")})
     write("attnlab.yaml", HEAD + row("clash", "settled", "    replaces: true\n"))
@@ -155,15 +147,12 @@ def test_a_broken_row_of_a_named_file_is_raised(write: Write) -> None:
 
 
 def test_a_preset_takes_the_facts_and_options_of_its_parent_and_its_own_win(write: Write) -> None:
-    preset = "  small:\n    extends: window\n    summary: preset\n    options: {left: 3, mode: hard}\n    requires: [os]\n"
+    preset = (
+        "  small:\n    extends: window\n    summary: preset\n    options: {left: 3, mode: hard}\n    requires: [os]\n"
+    )
     registry = Registry.from_files(write("a.yaml", HEAD + preset + BASE))
     info = registry.info("small")
-    assert (info.extends, info.summary, info.family, info.target) == (
-        "window",
-        "preset",
-        "score",
-        "json:JSONDecoder",
-    )
+    assert (info.extends, info.summary, info.family, info.target) == ("window", "preset", "score", "json:JSONDecoder")
     assert info.options == {"left": 3, "right": 0, "mode": "hard", "exact": True}
     assert info.own_options == {"left": 3, "mode": "hard"}
     assert info.requires == ("json", "os")
@@ -173,9 +162,7 @@ def test_a_preset_takes_the_facts_and_options_of_its_parent_and_its_own_win(writ
     assert registry.info("window").options["left"] is None
 
 
-def test_a_preset_may_extend_a_variant_of_another_layer(
-    install: Install, layered: Path, write: Write
-) -> None:
+def test_a_preset_may_extend_a_variant_of_another_layer(install: Install, layered: Path, write: Write) -> None:
     install("stranger-one", "stranger_one", {"registry.yaml": HEAD + BASE})
     write("attnlab.yaml", HEAD + "  small: {extends: window, options: {left: 1}}\n")
     info = Registry.default().info("small")
@@ -236,10 +223,7 @@ def test_a_preset_of_a_spoiled_variant_says_why_its_parent_cannot_be_used(
     named = write("named.yaml", HEAD + "  p: {extends: window}\n" + row("y"))
     registry = Registry.default([named])
     said = refusal(registry, "p")
-    assert (
-        "named.yaml:3:16: variants.p.extends: 'window' cannot be used: the name 'window' is registered by"
-        in said
-    )
+    assert "named.yaml:3:16: variants.p.extends: 'window' cannot be used: the name 'window' is registered by" in said
     assert registry.info("y").unavailable is None
 
 
@@ -260,9 +244,7 @@ def test_two_variants_with_one_hf_name_lose_it_and_nothing_else(install: Install
     assert "hf_name 'attnlab_shared' is given by 'a' of " in registry.problems[0]
 
 
-def test_an_unknown_name_lists_the_nearest_then_all_then_what_could_not_be_read(
-    layered: Path, write: Write
-) -> None:
+def test_an_unknown_name_lists_the_nearest_then_all_then_what_could_not_be_read(layered: Path, write: Write) -> None:
     write("attnlab.yaml", "version: 3\nvariants: {}\n")
     write("registry.yaml", HEAD + BASE + row("other"))
     with pytest.raises(UnknownVariant) as caught:

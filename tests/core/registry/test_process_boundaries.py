@@ -98,9 +98,7 @@ def test_a_saved_module_loads_in_a_fresh_process_where_its_file_is_named(saved: 
 def test_a_saved_module_asks_for_trust_in_a_fresh_process(saved: Path) -> None:
     done = run(saved, LOAD)
     assert f"then run: attnlab trust {saved / 'one' / 'attnlab.yaml'}" in done.stderr
-    trusting = (
-        "from attnlab.registry.trust import trust; trust('one/attnlab.yaml'); trust('two/attnlab.yaml')\n"
-    )
+    trusting = "from attnlab.registry.trust import trust; trust('one/attnlab.yaml'); trust('two/attnlab.yaml')\n"
     assert run(saved, trusting).returncode == 0
     assert run(saved, LOAD).stdout == "same\n"
     (saved / "two" / "mine.py").write_text(CODE.format(factor=3.0), encoding="utf-8")

@@ -63,25 +63,19 @@ class Abstract(attnlab.Attention, metaclass=abc.ABCMeta):
         (None, "got None"),
         (attnlab.Attention, "got the class Attention itself"),
         (NothingWritten, "NothingWritten writes no attend"),
-        (
-            attnlab.ScoreAttention,
-            "ScoreAttention writes no scores or inner_product or attend",
-        ),
+        (attnlab.ScoreAttention, "ScoreAttention writes no scores or inner_product or attend"),
         (NoScores, "NoScores writes no scores"),
         (attnlab.FeatureMapAttention, "FeatureMapAttention writes no feature_map or attend"),
         (attnlab.RecurrentAttention, "RecurrentAttention writes no update or scan or attend"),
         (Abstract, "Abstract leaves attend abstract"),
     ],
 )
-def test_what_is_no_variant_is_refused_at_once(
-    make: Callable[..., Registry], thing: Any, words: str
-) -> None:  # F15
+def test_what_is_no_variant_is_refused_at_once(make: Callable[..., Registry], thing: Any, words: str) -> None:  # F15
     registry = make()
     before = registry.names()
     for replaces, name in ((False, "mine"), (True, "x")):
         with pytest.raises(
-            InvalidInput,
-            match=rf"^register: {name}: (expected a class that derives from attnlab.Attention, )?{words}",
+            InvalidInput, match=rf"^register: {name}: (expected a class that derives from attnlab.Attention, )?{words}"
         ):
             registry.register(name, thing, replaces=replaces)
     assert registry.names() == before

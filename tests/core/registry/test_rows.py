@@ -56,11 +56,7 @@ def test_a_full_row_is_read_as_data() -> None:
         """
     )["additive"]
     assert row.target is not None
-    assert (row.target.module, row.target.path, row.target.attribute) == (
-        "plugins.additive",
-        "",
-        "AdditiveAttention",
-    )
+    assert (row.target.module, row.target.path, row.target.attribute) == ("plugins.additive", "", "AdditiveAttention")
     assert row.facts["summary"] == "加法 attention"
     assert row.facts["capabilities"] == ("causal", "weights", "exact")
     assert row.facts["options"] == {"hidden_size": None, "eps": 1e-6, "sizes": [1, 2], "nested": {"a": True}}
@@ -237,21 +233,14 @@ def test_a_huge_value_around_the_rows_is_cut_in_the_message(text: str) -> None:
 
 
 def test_a_variants_name_may_have_sixty_characters_and_no_more() -> None:
-    rows, faults = read(
-        f"version: 1\nvariants:\n  {'x' * 60}: {{target: 'm:C'}}\n  {'y' * 61}: {{target: 'm:C'}}\n"
-    )
+    rows, faults = read(f"version: 1\nvariants:\n  {'x' * 60}: {{target: 'm:C'}}\n  {'y' * 61}: {{target: 'm:C'}}\n")
     assert [row.name for row in rows] == ["x" * 60]
-    assert (
-        "a variant's name is lower-case letters, digits and underscores, a letter first, 60 at most"
-        in faults[0]
-    )
+    assert "a variant's name is lower-case letters, digits and underscores, a letter first, 60 at most" in faults[0]
 
 
 def test_a_whole_number_that_float64_cannot_hold_is_no_option_value() -> None:
     assert "a number must fit float64" in fault_of(f"target: m:C\noptions: {{a: {'9' * 310}}}")
-    assert rows_of(f"x: {{target: 'm:C', options: {{a: {'9' * 300}}}}}")["x"].facts["options"] == {
-        "a": int("9" * 300)
-    }
+    assert rows_of(f"x: {{target: 'm:C', options: {{a: {'9' * 300}}}}}")["x"].facts["options"] == {"a": int("9" * 300)}
 
 
 @pytest.mark.parametrize("row", ["3", "text", "[a]", ""])
@@ -289,10 +278,7 @@ def test_a_quoted_yaml_word_is_a_name_like_any_other() -> None:
 
 @pytest.mark.parametrize(
     "variants",
-    [
-        "  flash:\n    target: m:C\n  flash:\n    target: m:D\n",
-        "  {flash: {target: 'm:C'}, flash: {target: 'm:D'}}\n",
-    ],
+    ["  flash:\n    target: m:C\n  flash:\n    target: m:D\n", "  {flash: {target: 'm:C'}, flash: {target: 'm:D'}}\n"],
     ids=["block", "one line"],
 )
 def test_a_name_that_is_given_twice_is_spoiled_with_both_lines(variants: str) -> None:
@@ -310,8 +296,6 @@ def test_two_rows_with_one_hf_name_spoil_the_second() -> None:
 
 
 def test_every_fault_of_a_file_is_reported_at_once() -> None:
-    rows, faults = read(
-        "version: 1\nvariants:\n  a: {target: x}\n  b: {target: 'm:C'}\n  c: {targt: 'm:C'}\n"
-    )
+    rows, faults = read("version: 1\nvariants:\n  a: {target: x}\n  b: {target: 'm:C'}\n  c: {targt: 'm:C'}\n")
     assert [row.name for row in rows] == ["b"]
     assert len(faults) == 2

@@ -106,9 +106,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_package_fails_at_use_by_name_and_cause_and_nothing_else_breaks(
-    install: Install, kind: str
-) -> None:
+def test_a_broken_package_fails_at_use_by_name_and_cause_and_nothing_else_breaks(install: Install, kind: str) -> None:
     files, error, words = BROKEN[kind]
     everything = {"registry.yaml": GOOD, "attn.py": CODE, **files}
     folder = install("stranger-pkg", "stranger_pkg", {k: v for k, v in everything.items() if v is not None})
@@ -143,17 +141,14 @@ def test_a_name_that_a_built_in_variant_has_too_is_refused_with_both_sources(ins
     install("stranger-pkg", "stranger_pkg", {"registry.yaml": row, "attn.py": CODE})
     registry = Registry.default()
     with pytest.raises(
-        RegistryFileError,
-        match=r"the name 'additive' is registered by .*\(attnlab\) and by .*\(stranger-pkg\)",
+        RegistryFileError, match=r"the name 'additive' is registered by .*\(attnlab\) and by .*\(stranger-pkg\)"
     ):
         registry.create("additive", num_heads=2, head_dim=2)
     assert "stranger_pkg" not in sys.modules
     assert registry.create("dot_product", num_heads=2, head_dim=2).name == "dot_product"
 
 
-def test_a_disabled_package_is_neither_read_nor_imported(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disabled_package_is_neither_read_nor_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("stranger-pkg", "stranger_pkg", {"registry.yaml": GOOD, "attn.py": "raise SystemExit"})
     monkeypatch.setenv("ATTNLAB_DISABLE", "stranger_pkg")
     registry = Registry.default()

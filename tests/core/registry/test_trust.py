@@ -19,9 +19,7 @@ from attnlab.registry.trust import forget, is_trusted, trust
 pytestmark = [pytest.mark.no_torch, pytest.mark.usefixtures("pretend_torch")]
 
 Write = Callable[[str, str], Path]
-YAML = (
-    "version: 1\nvariants:\n  mine:\n    target: code/mine.py:Mine\n  fine:\n    target: json:JSONDecoder\n"
-)
+YAML = "version: 1\nvariants:\n  mine:\n    target: code/mine.py:Mine\n  fine:\n    target: json:JSONDecoder\n"
 
 
 @pytest.fixture
@@ -114,9 +112,7 @@ def test_trust_in_one_copy_is_not_trust_in_another(clone: Path, write: Write) ->
     assert not is_trusted(other)
 
 
-def test_the_environment_can_trust_everything_and_only_with_a_one(
-    clone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_can_trust_everything_and_only_with_a_one(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNLAB_TRUST", "0")
     assert asks(clone / "attnlab.yaml")
     monkeypatch.setenv("ATTNLAB_TRUST", "1")
@@ -195,9 +191,7 @@ def test_trusting_what_is_no_registry_file_is_one_sentence(tmp_path: Path, write
         trust(write("x.yaml", "a: 1\nvariants: {}\n".replace("a: 1\n", "")))
 
 
-@pytest.mark.parametrize(
-    "content", ["", "nonsense", "[]", '{"files": {}}', '{"version": 1, "files": []}', "\ud800"]
-)
+@pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"files": {}}', '{"version": 1, "files": []}', "\ud800"])
 def test_a_damaged_store_vouches_for_nothing_and_is_mended(clone: Path, tmp_path: Path, content: str) -> None:
     file = clone / "attnlab.yaml"
     trust(file)
@@ -209,9 +203,7 @@ def test_a_damaged_store_vouches_for_nothing_and_is_mended(clone: Path, tmp_path
 
 
 @pytest.mark.parametrize("version", ["2", '"2"', "1.5"])
-def test_a_store_of_another_version_is_left_as_it_is(
-    clone: Path, tmp_path: Path, version: str
-) -> None:  # F42
+def test_a_store_of_another_version_is_left_as_it_is(clone: Path, tmp_path: Path, version: str) -> None:  # F42
     content = f'{{"version": {version}, "files": {{"/x": {{}}}}, "more": 1}}'
     store = tmp_path / "home" / "trust.json"
     store.parent.mkdir(exist_ok=True)

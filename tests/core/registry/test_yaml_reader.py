@@ -16,16 +16,7 @@ from hypothesis import strategies as st
 from attnlab.errors import RegistryFileError
 from attnlab.registry import yaml_reader
 from attnlab.registry.rows import read_rows
-from attnlab.registry.yaml_reader import (
-    MAX_BYTES,
-    MAX_DEPTH,
-    Mapping,
-    Node,
-    Scalar,
-    Sequence,
-    parse,
-    read_file,
-)
+from attnlab.registry.yaml_reader import MAX_BYTES, MAX_DEPTH, Mapping, Node, Scalar, Sequence, parse, read_file
 
 pytestmark = pytest.mark.no_torch
 
@@ -114,13 +105,7 @@ def test_nodes_know_their_line_and_column() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "a: 1\r\nb:\r\n  - 2\r\n",
-        "\ufeffa: 1\nb: [2]\n",
-        "---\na: 1\nb: [2]\n...\n",
-        "# c\na: 1\nb: [2] # d\n",
-    ],
+    "text", ["a: 1\r\nb:\r\n  - 2\r\n", "\ufeffa: 1\nb: [2]\n", "---\na: 1\nb: [2]\n...\n", "# c\na: 1\nb: [2] # d\n"]
 )
 def test_carriage_returns_a_byte_order_mark_and_a_document_start_are_accepted(text: str) -> None:
     assert read(text) == {"a": 1, "b": [2]}
@@ -157,9 +142,7 @@ def test_a_broken_file_is_one_sentence_with_its_place(data: bytes, place: str, w
 
 
 def test_an_alias_bomb_is_refused_before_it_expands() -> None:
-    levels = "\n".join(
-        f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(9)
-    )
+    levels = "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(9))
     assert "anchors and aliases are not accepted, got 'a'" in message(f"a: &a [x, x]\n{levels}\n".encode())
 
 
@@ -171,9 +154,7 @@ def test_a_tower_of_brackets_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_tag_runs_nothing(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
-    message(
-        f"a: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{witness}']]".encode()
-    )
+    message(f"a: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{witness}']]".encode())
     assert not witness.exists()
 
 
@@ -182,9 +163,7 @@ def test_the_deepest_allowed_nesting_is_read() -> None:
     assert read("[" * depth + "1" + "]" * depth) is not None
 
 
-@pytest.mark.parametrize(
-    "text", ["a: [1, 2\n", "a:\n\tb: 1\n", "a: 'open\n", "a: 1\n---\nb: 2\n", "a: &x 1\n"]
-)
+@pytest.mark.parametrize("text", ["a: [1, 2\n", "a:\n\tb: 1\n", "a: 'open\n", "a: 1\n---\nb: 2\n", "a: &x 1\n"])
 def test_pyyaml_without_libyaml_finds_the_same_places(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     fast = message(text.encode())
     monkeypatch.setattr(yaml_reader, "_LOADER", yaml.SafeLoader)

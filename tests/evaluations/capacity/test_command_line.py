@@ -12,8 +12,8 @@ from attnlab import catalogue
 from attnlab.cli import main
 from attnlab.cli.dispatch import parse
 from attnlab.registry import Registry
-from attnlab_evaluations.capacity import published, settings
-from attnlab_evaluations.chosen import Chosen, choose
+from attnlab_evaluations.frame.chosen import Chosen, choose
+from attnlab_evaluations.tasks.capacity import published, settings
 
 pytestmark = pytest.mark.no_torch
 
@@ -32,16 +32,10 @@ def settled(*words):
     [
         (["linearized"], "capacity: no variant is called 'linearized'; did you mean 'linearised'"),
         (["nothing_like_it"], "no variant is called 'nothing_like_it'"),
-        (
-            ["linearised:feature_mop=exp"],
-            "linearised has no option 'feature_mop'; did you mean 'feature_map'",
-        ),
+        (["linearised:feature_mop=exp"], "linearised has no option 'feature_mop'; did you mean 'feature_map'"),
         (["linearised:"], "expected option=value, got '' in 'linearised:'"),
         (["linearised:feature_map"], "expected option=value, got 'feature_map' in 'linearised:feature_map'"),
-        (
-            ["linearised:feature_map=[1]"],
-            "feature_map: expected a number, true, false, null or text, got '[1]'",
-        ),
+        (["linearised:feature_map=[1]"], "feature_map: expected a number, true, false, null or text, got '[1]'"),
         (["linearised:feature_map=elu,feature_map=exp"], "'feature_map' is given twice"),
         (["--keys", "1"], "--keys: expected a whole number of 2 or more, got '1'"),
         (["--keys", "8", "dot_product"], "--keys: expected a whole number of 2 or more, got 'dot_product'"),
@@ -94,12 +88,7 @@ def test_help_has_examples_that_are_understood(capsys):
 def test_the_defaults_are_the_registered_memories_of_the_paper_at_the_scaled_sizes():
     found = settled()
     assert [v.label for v in found.variants[:3]] == ["dot_product", "linearised", "delta_rule"]
-    assert (found.keys, found.seeds, found.recipe.width, found.recipe.max_steps) == (
-        (8, 16, 32, 48),
-        3,
-        16,
-        3000,
-    )
+    assert (found.keys, found.seeds, found.recipe.width, found.recipe.max_steps) == ((8, 16, 32, 48), 3, 16, 3000)
     assert settled("--setting", "overwrite").keys == (8, 12, 16)
     assert found.out.parts[:2] == ("attnlab-runs", "capacity")
 
@@ -127,10 +116,7 @@ def test_the_default_list_holds_what_is_registered_and_no_more(rows, tmp_path):
 
 
 def test_options_are_read_as_in_a_registry_file_and_written_as_they_were_typed():
-    words = [
-        "additive:hidden_size=32,shared=true,bias=false",
-        "multiplicative:local=null,half_width=2.5,score='1'",
-    ]
+    words = ["additive:hidden_size=32,shared=true,bias=false", "multiplicative:local=null,half_width=2.5,score='1'"]
     found = choose("capacity", words)
     assert found[0].options == {"hidden_size": 32, "shared": True, "bias": False}
     assert found[1].options == {"local": None, "half_width": 2.5, "score": "1"}
@@ -147,18 +133,7 @@ def test_patterns_take_options_too_and_a_variant_is_taken_once():
 
 def test_the_command_to_go_on_means_the_same_run():
     words = ["dot_product", "linearised:feature_map=exp", "--out", "a b", "--keys", "9", "4", "--width", "8"]
-    words += [
-        "--setting",
-        "overwrite",
-        "--seeds",
-        "2",
-        "--max-steps",
-        "7",
-        "--threads",
-        "2",
-        "--format",
-        "json",
-    ]
+    words += ["--setting", "overwrite", "--seeds", "2", "--max-steps", "7", "--threads", "2", "--format", "json"]
     found = settled(*words)
     assert found.keys == (4, 9)
     assert settled(*shlex.split(found.resume_command())[2:]) == found

@@ -2,9 +2,9 @@
 
 import pytest
 
-from attnlab_evaluations.capacity import task, training
-from attnlab_evaluations.capacity.recipe import Recipe
-from attnlab_evaluations.chosen import Chosen
+from attnlab_evaluations.frame.chosen import Chosen
+from attnlab_evaluations.tasks.capacity import task, training
+from attnlab_evaluations.tasks.capacity.recipe import Recipe
 
 pytestmark = pytest.mark.full
 

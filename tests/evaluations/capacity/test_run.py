@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnlab import InvalidInput
-from attnlab_evaluations.capacity import report, training
+from attnlab_evaluations.tasks.capacity import report, training
 
 
 def lines(out):
@@ -62,9 +62,7 @@ def test_finished_cells_are_not_trained_again_and_new_ones_are(run, tmp_path, ca
     assert calls == [("additive", 3, 0), ("dot_product", 4, 0), ("additive", 4, 0)]
 
 
-@pytest.mark.parametrize(
-    "changed", [{"setting": "overwrite"}, {"steps": 6}, {"names": "linearised:feature_map=exp"}]
-)
+@pytest.mark.parametrize("changed", [{"setting": "overwrite"}, {"steps": 6}, {"names": "linearised:feature_map=exp"}])
 def test_a_cell_of_another_question_is_no_answer(changed, run, tmp_path, tiny):
     run(tmp_path, "linearised", seeds=1)
     calls = []
@@ -167,9 +165,9 @@ def cell(seed, loss, accuracy, stopped="solved"):
 def tables(cells, width=16, setting="capacity"):
     from pathlib import Path
 
-    from attnlab_evaluations.capacity.recipe import Recipe
-    from attnlab_evaluations.capacity.settings import CapacitySettings
-    from attnlab_evaluations.chosen import choose
+    from attnlab_evaluations.frame.chosen import choose
+    from attnlab_evaluations.tasks.capacity.recipe import Recipe
+    from attnlab_evaluations.tasks.capacity.settings import CapacitySettings
 
     settings = CapacitySettings(
         variants=choose("capacity", ["dot_product"]), out=Path(), keys=(8,), setting=setting,
@@ -208,7 +206,7 @@ def test_a_summary_that_cannot_be_written_costs_no_table(run, tmp_path, capsys, 
     def full(path, text):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("attnlab_evaluations.records.write_text", full)
+    monkeypatch.setattr("attnlab_evaluations.frame.records.write_text", full)
     with pytest.raises(OSError, match="No space left"):
         run(tmp_path, seeds=1)
     assert "linearised" in capsys.readouterr().out

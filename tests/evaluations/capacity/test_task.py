@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnlab_evaluations.capacity import task
+from attnlab_evaluations.tasks.capacity import task
 
 SETTINGS = (task.CAPACITY, task.OVERWRITE)
 

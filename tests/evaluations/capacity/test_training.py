@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnlab import UnsupportedRequest
-from attnlab_evaluations.capacity import task, training
-from attnlab_evaluations.chosen import Chosen
-from attnlab_evaluations.trained_cells import Diverged
+from attnlab_evaluations.frame.chosen import Chosen
+from attnlab_evaluations.frame.trained_cells import Diverged
+from attnlab_evaluations.tasks.capacity import task, training
 
 NAMES = ("dot_product", "linearised", "delta_rule", "additive")
 
@@ -48,9 +48,7 @@ def test_every_variant_gets_the_same_sequences_in_the_same_order(setting, tiny, 
 
 def test_the_same_seed_gives_the_same_memory_and_leaves_the_random_state_alone(tiny):
     before = torch.get_rng_state()
-    first, again, other = (
-        training.train(Chosen("delta_rule"), s, 5, task.CAPACITY, tiny()) for s in (4, 4, 5)
-    )
+    first, again, other = (training.train(Chosen("delta_rule"), s, 5, task.CAPACITY, tiny()) for s in (4, 4, 5))
     assert torch.equal(torch.get_rng_state(), before)
     assert first.evaluations == again.evaluations != other.evaluations
     for name, value in first.memory.state_dict().items():
@@ -77,15 +75,11 @@ def test_the_order_of_pairs_matters_to_the_delta_rule_alone():
         assert torch.allclose(made(found), made(turned), atol=1e-5) is not matters
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"), [("dot_product", False), ("linearised", False), ("delta_rule", True)]
-)
+@pytest.mark.parametrize(("name", "unit"), [("dot_product", False), ("linearised", False), ("delta_rule", True)])
 def test_recurrences_alone_get_keys_and_queries_of_unit_length(name, unit, monkeypatch):
     made, seen = memory(name), []
     plain = made.attention.forward
-    monkeypatch.setattr(
-        made.attention, "forward", lambda q, k, v, **m: (seen.extend([q, k]), plain(q, k, v, **m))[1]
-    )
+    monkeypatch.setattr(made.attention, "forward", lambda q, k, v, **m: (seen.extend([q, k]), plain(q, k, v, **m))[1])
     made(task.draw(task.CAPACITY, 5, 3, task.stream(task.CAPACITY, 5, 0, "training")))
     for x in seen:
         assert torch.allclose(x.norm(dim=-1), torch.ones(()), atol=1e-6) is unit
@@ -110,9 +104,7 @@ def test_a_variant_whose_queries_stand_among_the_keys_is_refused():
 
 def curve(monkeypatch, losses):
     found = iter(losses)
-    monkeypatch.setattr(
-        training, "evaluate", lambda m, s, t, step, n: training.Evaluation(step, next(found), 0.5)
-    )
+    monkeypatch.setattr(training, "evaluate", lambda m, s, t, step, n: training.Evaluation(step, next(found), 0.5))
 
 
 def test_a_training_ends_where_its_loss_is_small_enough(tiny, monkeypatch):

@@ -10,8 +10,8 @@ TINY = {"steps": 3, "batch": 4, "embedding_dim": 6, "hidden_size": 8}
 @pytest.fixture
 def tiny(monkeypatch):
     """`tiny(**changes)`: a recipe that trains in no time and learns nothing, on dates with almost no filler."""
-    from attnlab_evaluations.dates import task
-    from attnlab_evaluations.dates.recipe import Recipe
+    from attnlab_evaluations.tasks.dates import task
+    from attnlab_evaluations.tasks.dates.recipe import Recipe
 
     monkeypatch.setattr(task, "TRAINING_FILLER", (0, 2))
     monkeypatch.setattr(task, "TEST_FILLER", (3, 5))
@@ -24,10 +24,10 @@ def run(monkeypatch, tiny, machine):
 
     Without pictures heat maps are files that say what would be drawn: drawing takes most of the time.
     """
-    from attnlab_evaluations import provenance
-    from attnlab_evaluations.dates import heat_map
-    from attnlab_evaluations.dates import run as module
-    from attnlab_evaluations.dates.settings import DatesSettings
+    from attnlab_evaluations.frame import provenance
+    from attnlab_evaluations.tasks.dates import heat_map
+    from attnlab_evaluations.tasks.dates import run as module
+    from attnlab_evaluations.tasks.dates.settings import DatesSettings
 
     monkeypatch.setattr(provenance, "collect", lambda _: {**machine, "versions": dict(machine["versions"])})
 
@@ -43,8 +43,6 @@ def run(monkeypatch, tiny, machine):
         monkeypatch.setattr(heat_map, "save", draw if pictures else note)
         given = {"seeds": 2, "recipe": tiny(), "examples": 6, "threads": 1, **more}
         settings = DatesSettings(variants=tuple(variants), out=out, **given)
-        return module.run_dates(
-            settings, run_checks=checks, **({} if trainer is None else {"trainer": trainer})
-        )
+        return module.run_dates(settings, run_checks=checks, **({} if trainer is None else {"trainer": trainer}))
 
     return run

@@ -9,7 +9,7 @@ import pytest
 
 from attnlab.cli import main
 from attnlab.cli.dispatch import parse
-from attnlab_evaluations.dates import settings
+from attnlab_evaluations.tasks.dates import settings
 
 pytestmark = pytest.mark.no_torch
 
@@ -95,30 +95,8 @@ def test_patterns_presets_and_repeated_names_are_understood():
 
 
 def test_the_command_to_go_on_means_the_same_run():
-    words = [
-        "dot_product",
-        "--out",
-        "a b",
-        "--seeds",
-        "2",
-        "--steps",
-        "9",
-        "--budget",
-        "7",
-        "--examples",
-        "5",
-    ]
-    words += [
-        "--threads",
-        "1",
-        "--cell",
-        "lstm",
-        "--no-input-feeding",
-        "--beam",
-        "3",
-        "--length-power",
-        "0.5",
-    ]
+    words = ["dot_product", "--out", "a b", "--seeds", "2", "--steps", "9", "--budget", "7", "--examples", "5"]
+    words += ["--threads", "1", "--cell", "lstm", "--no-input-feeding", "--beam", "3", "--length-power", "0.5"]
     words += ["--device", "cuda:1", "--check", "--format", "json"]
     found = settled(*words)
     assert found.recipe.cell == "lstm"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from attnlab import VariantUnavailable
-from attnlab_evaluations.dates import heat_map, report, task, training
-from attnlab_evaluations.dates.run import run_dates
+from attnlab_evaluations.tasks.dates import heat_map, report, task, training
+from attnlab_evaluations.tasks.dates.run import run_dates
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -265,7 +265,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_made(tmp_path,
     import torch
 
     from attnlab import InvalidInput
-    from attnlab_evaluations.dates.settings import DatesSettings
+    from attnlab_evaluations.tasks.dates.settings import DatesSettings
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidInput, match="finds no CUDA device"):

@@ -3,7 +3,7 @@
 import pytest
 
 from attnlab import InvalidInput
-from attnlab_evaluations.dates import symbols, task
+from attnlab_evaluations.tasks.dates import symbols, task
 
 
 def test_a_text_comes_back_from_its_numbers_and_ends_at_the_end_symbol():

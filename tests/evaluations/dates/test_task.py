@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 from babel import Locale
 
-from attnlab_evaluations.dates import task
+from attnlab_evaluations.tasks.dates import task
 
 
 def read(text, locale):
@@ -83,7 +83,7 @@ def test_the_source_alphabet_holds_every_character_of_many_examples():
 
 
 def test_training_and_test_draw_different_examples_with_the_stated_filler():
-    from attnlab_evaluations.dates.training import held_out, training_batches
+    from attnlab_evaluations.tasks.dates.training import held_out, training_batches
 
     trained = [example for batch in training_batches(0, 10, 20) for example in batch]
     tested = held_out(200)
@@ -95,7 +95,7 @@ def test_training_and_test_draw_different_examples_with_the_stated_filler():
 
 
 def test_a_batch_holds_sources_of_like_length_and_long_ones_do_not_come_last():
-    from attnlab_evaluations.dates.training import training_batches
+    from attnlab_evaluations.tasks.dates.training import training_batches
 
     batches = list(training_batches(0, 11, 20))
     assert [len(batch) for batch in batches] == [20] * 11

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnlab import UnsupportedRequest
-from attnlab_evaluations.dates import symbols, task, training
-from attnlab_evaluations.seq2seq.model import EOS
+from attnlab_evaluations.tasks.dates import symbols, task, training
+from attnlab_evaluations.tasks.seq2seq.model import EOS
 
 
 def test_the_same_seed_gives_the_same_model_and_leaves_the_random_state_alone(tiny):
@@ -28,18 +28,14 @@ def _trained_elsewhere(seed, recipe):
 
 
 def test_seeds_begin_with_different_weights(tiny):
-    first, second = (
-        training.make_model("additive", seed, tiny()).encoder.embedding.weight for seed in (0, 1)
-    )
+    first, second = (training.make_model("additive", seed, tiny()).encoder.embedding.weight for seed in (0, 1))
     assert not torch.equal(first, second)
 
 
 def test_every_variant_sees_the_same_examples_in_the_same_order(tiny, monkeypatch):
     seen = []
     plain = symbols.batch
-    monkeypatch.setattr(
-        symbols, "batch", lambda chosen, *more: (seen.append(chosen), plain(chosen, *more))[1]
-    )
+    monkeypatch.setattr(symbols, "batch", lambda chosen, *more: (seen.append(chosen), plain(chosen, *more))[1])
     for variant in ("additive", "linearised", None):
         training.train(variant, 1, tiny())
     assert len(seen) == 9

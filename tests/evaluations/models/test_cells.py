@@ -8,15 +8,14 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 import attnlab
-from attnlab.integrations import _transformers_arguments as words
-from attnlab.integrations import _transformers_configs as configs
-from attnlab.integrations import _transformers_function as function
-from attnlab.integrations import _transformers_installed as installing
-from attnlab.mask import AttentionMask
-from attnlab_evaluations.models import cells, report, run, settings
-from attnlab_evaluations.models.cells import Own, judge
-from attnlab_evaluations.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG
-from attnlab_evaluations.models.zoo import TINY
+from attnlab.integrations.transformers import arguments as words
+from attnlab.integrations.transformers import configs, function
+from attnlab.integrations.transformers import installed as installing
+from attnlab.visibility import AttentionMask
+from attnlab_evaluations.tasks.models import cells, report, run, settings
+from attnlab_evaluations.tasks.models.cells import Own, judge
+from attnlab_evaluations.tasks.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG
+from attnlab_evaluations.tasks.models.zoo import TINY
 
 MATRIX = Path(__file__).resolve().parents[3] / "evaluations" / "MODELS.md"
 

@@ -7,8 +7,8 @@ import pytest
 import attnlab
 from attnlab.cli import main
 from attnlab.cli.dispatch import parse
-from attnlab_evaluations.models import report, settings
-from attnlab_evaluations.models.outcome import EQUAL, REFUSED, WORKS, WRONG, Cell
+from attnlab_evaluations.tasks.models import report, settings
+from attnlab_evaluations.tasks.models.outcome import EQUAL, REFUSED, WORKS, WRONG, Cell
 
 
 def settled(*words):
@@ -52,9 +52,7 @@ CELLS = [
     Cell("bert", "dot_product", EQUAL, "", 1e-7),
     Cell("t5", "dot_product", EQUAL, "", 2e-7),
     Cell("bert", "gated", WORKS),
-    Cell(
-        "t5", "gated", REFUSED, "gated does not support bias= (allowed: no). No other registered variant does"
-    ),
+    Cell("t5", "gated", REFUSED, "gated does not support bias= (allowed: no). No other registered variant does"),
 ]
 
 
@@ -74,7 +72,7 @@ def test_markdown_and_json_say_the_same():
 
 def test_a_wrong_cell_is_exit_code_1_and_the_file_is_what_was_printed(tmp_path, capsys):
     pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-    from attnlab_evaluations.models.run import run_models
+    from attnlab_evaluations.tasks.models.run import run_models
 
     asked = settings.ModelsSettings(("flash",), ("bert",), "table", tmp_path / "out.txt")
     assert run_models(asked, lambda own, variant: Cell(own.tiny.name, variant, WRONG, "rows leak")) == 1
@@ -86,7 +84,7 @@ def test_a_wrong_cell_is_exit_code_1_and_the_file_is_what_was_printed(tmp_path, 
 
 def test_an_interrupted_run_prints_what_was_done(capsys, tmp_path):
     pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-    from attnlab_evaluations.models.run import run_models
+    from attnlab_evaluations.tasks.models.run import run_models
 
     done = []
 

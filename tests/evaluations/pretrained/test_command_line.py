@@ -10,7 +10,7 @@ import pytest
 import attnlab
 from attnlab.cli import main
 from attnlab.cli.dispatch import parse
-from attnlab_evaluations.pretrained import settings
+from attnlab_evaluations.tasks.minilm import settings
 
 pytestmark = pytest.mark.no_torch
 
@@ -29,10 +29,7 @@ def settled(*words):
     [
         (["linearized"], "minilm: no variant is called 'linearized'; did you mean 'linearised'"),
         (["--distil", "linearized"], "--distil: no variant is called 'linearized'"),
-        (
-            ["--distil", "linearised*"],
-            "--distil: expected one variant, got 'linearised*', which matches ",
-        ),
+        (["--distil", "linearised*"], "--distil: expected one variant, got 'linearised*', which matches "),
         (["flash", "--distil", "linearised"], "--distil: expected no other names, got flash"),
         (["--save"], "--save: expected --distil, which makes the models to save"),
         (["--seeds", "0"], "--seeds: expected a whole number of 1 or more, got '0'"),
@@ -101,17 +98,7 @@ def test_distil_alone_teaches_hedgehog_in_at_most_two_minutes():
     "words",
     [
         ["linearised*", "--check", "--sentences", "9", "--format", "json", "--out", "here"],
-        [
-            "--distil",
-            "linearised:feature_map=exp",
-            "--steps",
-            "3",
-            "0",
-            "--save",
-            "--out=-x",
-            "--threads",
-            "1",
-        ],
+        ["--distil", "linearised:feature_map=exp", "--steps", "3", "0", "--save", "--out=-x", "--threads", "1"],
     ],
 )
 def test_the_command_to_go_on_means_the_same_run(words):

@@ -3,8 +3,8 @@
 import pytest
 
 from attnlab import VariantUnavailable
-from attnlab_evaluations.pretrained import corpus
-from attnlab_evaluations.workloads.minilm import prose, topics_text
+from attnlab_evaluations.tasks.compare.workloads.minilm import prose, topics_text
+from attnlab_evaluations.tasks.minilm import corpus
 
 pytestmark = pytest.mark.no_torch
 

@@ -7,16 +7,16 @@ import torch
 
 from attnlab import InvalidInput
 from attnlab.integrations.transformers import attention_layers
-from attnlab_evaluations.chosen import Chosen
-from attnlab_evaluations.pretrained import distilling
-from attnlab_evaluations.trained_cells import Diverged, OverBudget
+from attnlab_evaluations.frame.chosen import Chosen
+from attnlab_evaluations.frame.trained_cells import Diverged, OverBudget
+from attnlab_evaluations.tasks.minilm import distilling
 
 HEDGEHOG = Chosen("linearised_hedgehog")
 
 
 @pytest.fixture
 def ids(tokens):
-    from attnlab_evaluations.pretrained.corpus import batches
+    from attnlab_evaluations.tasks.minilm.corpus import batches
 
     return torch.tensor(batches(tokens, 4, 0)[0])
 
@@ -112,7 +112,5 @@ def test_a_loss_that_is_not_finite_ends_the_training(encoder, tokens, tiny):
 
 
 def test_more_steps_than_the_text_has_batches_are_refused(encoder, tokens, tiny):
-    with pytest.raises(
-        InvalidInput, match=r"5001 steps of 4 sentences .* the text has \d+; take fewer steps"
-    ):
+    with pytest.raises(InvalidInput, match=r"5001 steps of 4 sentences .* the text has \d+; take fewer steps"):
         distilling.distil(encoder.model, HEDGEHOG, tokens, 0, tiny(weight_steps=5000))

@@ -8,9 +8,9 @@ import torch
 
 from attnlab import InvalidInput, VariantUnavailable
 from attnlab.integrations import transformers as hf
-from attnlab_evaluations.pretrained import distilling, report
-from attnlab_evaluations.pretrained.agreement import embed
-from attnlab_evaluations.workloads import minilm
+from attnlab_evaluations.tasks.compare.workloads import minilm
+from attnlab_evaluations.tasks.minilm import distilling, report
+from attnlab_evaluations.tasks.minilm.agreement import embed
 
 
 def lines(out, metric):
@@ -133,7 +133,7 @@ def test_a_variant_without_weights_says_so_and_learns_by_the_second_stage_alone(
 
 
 def test_time_that_is_up_is_said_with_the_command_to_go_on(run, tmp_path, capsys):
-    from attnlab_evaluations.trained_cells import OverBudget
+    from attnlab_evaluations.frame.trained_cells import OverBudget
 
     def slow(*_, **__):
         raise OverBudget("9 s were up after 1 of 3 steps")

@@ -6,9 +6,9 @@ from torch import nn
 
 import attnlab
 from attnlab import InvalidInput, UnknownVariant, UnsupportedRequest
-from attnlab_evaluations.seq2seq.encoder import Encoder
-from attnlab_evaluations.seq2seq.model import BOS, Seq2Seq
-from attnlab_evaluations.seq2seq.source_attention import SourceAttention
+from attnlab_evaluations.tasks.seq2seq.encoder import Encoder
+from attnlab_evaluations.tasks.seq2seq.model import BOS, Seq2Seq
+from attnlab_evaluations.tasks.seq2seq.source_attention import SourceAttention
 
 LENGTHS = (5, 9, 1, 7)
 CROSS = ("additive", "multiplicative", "multiplicative_dot", "multiplicative_concat", "dot_product", "chunked", "flash",
@@ -103,9 +103,7 @@ def test_without_input_feeding_the_attentional_vector_before_changes_nothing_and
         memory, state = model.encode(source, lengths)
         other = type(state)(state.hidden, state.cell, state.attentional + 1)
         before = torch.full((4, 1), BOS)
-        same = torch.equal(
-            model.decode(before, state, memory).logits, model.decode(before, other, memory).logits
-        )
+        same = torch.equal(model.decode(before, state, memory).logits, model.decode(before, other, memory).logits)
         assert same is not feeding
 
 

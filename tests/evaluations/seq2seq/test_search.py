@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attnlab import InvalidInput, UnsupportedRequest
-from attnlab_evaluations.seq2seq.model import BOS, EOS, PAD, Seq2Seq
-from attnlab_evaluations.seq2seq.search import beam_search, greedy
+from attnlab_evaluations.tasks.seq2seq.model import BOS, EOS, PAD, Seq2Seq
+from attnlab_evaluations.tasks.seq2seq.search import beam_search, greedy
 
 A, B = 3, 4
 SYMBOLS = 5
@@ -110,12 +110,7 @@ def test_a_beam_of_two_finds_what_greedy_misses():
 
 
 def test_length_normalisation_prefers_the_longer_of_two():
-    table = {
-        (): row(a=0.5, end=0.5 + 1e-3),
-        (A,): row(b=1.0),
-        (A, B): row(end=0.9, a=0.1),
-        (A, B, A): row(end=1.0),
-    }
+    table = {(): row(a=0.5, end=0.5 + 1e-3), (A,): row(b=1.0), (A, B): row(end=0.9, a=0.1), (A, B, A): row(end=1.0)}
     model = Table([table], 4)
     plain = beam_search(model, *items(1), beam=2, max_length=4)[0]
     normalised = beam_search(model, *items(1), beam=2, max_length=4, length_power=1.0)[0]
@@ -130,9 +125,7 @@ def test_a_beam_of_one_is_greedy_decoding_on_random_tables():
     plain = greedy(model, *items(count), max_length=horizon)
     for power in (0.0, 1.0):
         found = beam_search(model, *items(count), beam=1, max_length=horizon, length_power=power)
-        for tokens, log_p, (only,) in zip(
-            plain.tokens.tolist(), plain.log_probability.tolist(), found, strict=True
-        ):
+        for tokens, log_p, (only,) in zip(plain.tokens.tolist(), plain.log_probability.tolist(), found, strict=True):
             length = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)
             assert list(only.tokens) == tokens[:length]
             assert tokens[length:] == [PAD] * (len(tokens) - length)

@@ -12,9 +12,7 @@ def key_span_kernel(out, low, high, Lq, Lk, marks, how: tl.constexpr):
     block = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
-    start, inner, outer, stop = key_span(
-        block * how.BLOCK_M, b, block, blocks, Lq, Lk, low, high, marks, False, how
-    )
+    start, inner, outer, stop = key_span(block * how.BLOCK_M, b, block, blocks, Lq, Lk, low, high, marks, False, how)
     at = out + (b * blocks + block) * 4
     tl.store(at, start)
     tl.store(at + 1, inner)
@@ -27,9 +25,7 @@ def query_span_kernel(out, low, high, Lq, Lk, marks, how: tl.constexpr):
     block = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
-    start, inner, outer, stop = query_span(
-        block * how.BLOCK_N, b, block, blocks, Lq, Lk, low, high, marks, False, how
-    )
+    start, inner, outer, stop = query_span(block * how.BLOCK_N, b, block, blocks, Lq, Lk, low, high, marks, False, how)
     at = out + (b * blocks + block) * 4
     tl.store(at, start)
     tl.store(at + 1, inner)

@@ -1,4 +1,4 @@
-"""Out and gradients of the kernels against the float64 definition, within the bounds of `attnlab.conformance.tolerances`.
+"""Out and gradients of the kernels against the float64 definition, within the bounds of `attnlab.conformance.compare.tolerances`.
 
 The kernels' tiles are 16 by 16 here: 17 tokens are two tiles with one row in the second.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from attnlab.conformance.cases import Case, case, pairs, singles
 from attnlab.conformance.checks.gradients import check_gradients_match_definition
+from attnlab.conformance.oracle.cases import Case, case, pairs, singles
 
 LENGTHS = (1, 7, 16, 17, 33, 65, 137)
 WIDTHS = (16, 24, 40, 64, 80, 96, 128, 256)
@@ -43,9 +43,7 @@ def test_every_length_has_its_tail(make: Any, length: int, features: tuple[str, 
 
 @pytest.mark.parametrize("lengths", [(1, 33), (17, 40), (40, 17), (65, 7)], ids=str)
 @pytest.mark.parametrize("features", [(), ("bottom_right",)], ids=["plain", "bottom_right"])
-def test_queries_and_keys_may_differ_in_number(
-    make: Any, lengths: tuple[int, int], features: tuple[str, ...]
-) -> None:
+def test_queries_and_keys_may_differ_in_number(make: Any, lengths: tuple[int, int], features: tuple[str, ...]) -> None:
     c = case(*features, **ONE, query_length=lengths[0], key_length=lengths[1])
     check_gradients_match_definition(make(**c.geometry), c)
 

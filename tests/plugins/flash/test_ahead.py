@@ -20,9 +20,7 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 def compiled(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     """The exit code and the records of `kernels_report`, in a process whose kernels are not interpreted."""
     if find_spec("triton") is None:
-        pytest.skip(
-            "triton is not installed; its compiler needs no GPU (pip install triton==3.7.1 beside torch 2.13)"
-        )
+        pytest.skip("triton is not installed; its compiler needs no GPU (pip install triton==3.7.1 beside torch 2.13)")
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "attnlab_plugins.flash.kernels_report", "--json", "--jobs", "1", *arguments],

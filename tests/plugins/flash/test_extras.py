@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from attnlab import UnsupportedRequest
-from attnlab.conformance.tolerances import UNIT, gamma
+from attnlab.conformance.compare.tolerances import UNIT, gamma
 from attnlab.formulas import softmax_dot_product
 
 
-def tensors(
-    *lengths: int, width: int = 16, heads: int = 2, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def tensors(*lengths: int, width: int = 16, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(1, heads, n, width, generator=generator).to(dtype).requires_grad_() for n in lengths]
 
@@ -30,9 +28,7 @@ def test_the_gradient_through_lse_is_the_definitions(make: Any) -> None:
     made = make(num_heads=2, head_dim=16)(q, k, v, causal=True, sinks=sinks, need_lse=True)
     found = torch.autograd.grad((made.out, made.lse), (q, k, v, sinks), directions)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
-    exact = softmax_dot_product(
-        *wide[:3], visible=visible, parameters={}, options={}, scale=None, sinks=wide[3]
-    )
+    exact = softmax_dot_product(*wide[:3], visible=visible, parameters={}, options={}, scale=None, sinks=wide[3])
     wanted = torch.autograd.grad((exact["out"], exact["lse"]), wide, tuple(d.double() for d in directions))
     # Sums over at most 19 keys, 19 queries and 16 widths, forward and back, of terms up to the largest gradient.
     limit = gamma(4 * (19 + 19 + 16), UNIT["float32"]) * 10
@@ -61,9 +57,7 @@ def test_two_backwards_have_the_same_bits(make: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
-def test_the_same_seed_draws_the_same_mask_whatever_the_tiles(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_seed_draws_the_same_mask_whatever_the_tiles(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from attnlab.engines import Configuration
     from attnlab_plugins.flash import launch
 

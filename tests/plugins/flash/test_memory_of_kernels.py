@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlab.conformance.watching import DispatchMode
+from attnlab.conformance.checks._watching import DispatchMode
 
 LENGTH, HEADS, WIDTH = 8192, 2, 32
 
@@ -28,10 +28,7 @@ class Allocated(DispatchMode):
         before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
-            if (
-                isinstance(x, Tensor)
-                and (address := x.untyped_storage().data_ptr()) not in before | self.seen.keys()
-            ):
+            if isinstance(x, Tensor) and (address := x.untyped_storage().data_ptr()) not in before | self.seen.keys():
                 self.seen[address] = x  # held, so that no address is used twice
                 self.bytes += x.untyped_storage().nbytes()
         return result
@@ -68,9 +65,7 @@ def asked(what: str, n: int) -> dict[str, Any]:
         "lse",
     ],
 )
-def test_twice_the_length_takes_twice_the_memory(
-    what: str, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twice_the_length_takes_twice_the_memory(what: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from attnlab_plugins.flash import launch, passes
 
     launched: list[Any] = []
@@ -90,6 +85,4 @@ def test_twice_the_length_takes_twice_the_memory(
     assert len(launched) >= 2 * 4  # the forward, delta, and two gradients at each length
     assert first >= 4 * 4 * LENGTH * HEADS * WIDTH  # the output and three gradients: what counts is counted
     assert second <= 2.1 * first
-    assert (
-        second < 20 * 4 * 2 * LENGTH * HEADS * WIDTH
-    )  # and in all it is a few times the inputs, L^2 is 256 times
+    assert second < 20 * 4 * 2 * LENGTH * HEADS * WIDTH  # and in all it is a few times the inputs, L^2 is 256 times

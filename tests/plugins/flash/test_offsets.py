@@ -15,9 +15,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
     import triton.runtime.interpreter as inside
 
     if not hasattr(inside.GridExecutor, "_restore_args_dev"):
-        pytest.skip(
-            "this release of triton copies storages elsewhere; the copy would take the machine's memory"
-        )
+        pytest.skip("this release of triton copies storages elsewhere; the copy would take the machine's memory")
     monkeypatch.setattr(inside.GridExecutor, "_restore_args_dev", lambda *arguments: None)
 
 

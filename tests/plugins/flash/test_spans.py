@@ -131,9 +131,7 @@ def test_padding_alone_compares_only_the_blocks_at_its_edge(kernels: Any) -> Non
 
 def test_packed_segments_visit_their_own_blocks_alone(kernels: Any) -> None:
     ids = torch.repeat_interleave(torch.arange(4), 64)[None]  # [1, 256]
-    found = spans(
-        kernels, True, rules(AttentionMask(segments=(ids, ids), causal=True), 1, 256, 256), 1, 256, 256
-    )[0]
+    found = spans(kernels, True, rules(AttentionMask(segments=(ids, ids), causal=True), 1, 256, 256), 1, 256, 256)[0]
     for block, (start, _, _, stop) in enumerate(found):
         first = block * M // 64 * 64
         assert (start, stop) == (first, first + (block * M % 64 // N + 1) * N), block

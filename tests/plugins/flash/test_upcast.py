@@ -56,8 +56,6 @@ def test_interpretation_changes_tiles_beside_it() -> None:
     askers = [
         node.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and "interpreting()" in ast.unparse(node)
-        and node.name != "interpreting"
+        if isinstance(node, ast.FunctionDef) and "interpreting()" in ast.unparse(node) and node.name != "interpreting"
     ]
     assert sorted(askers) == ["how", "tiles_for"]

@@ -43,9 +43,7 @@ def test_rows_have_the_mean_covariance_and_lengths_of_gaussian_vectors() -> None
     squares = (w.square().mean(0) - 1).abs().max()
     assert float(squares) < 5 * math.sqrt(2 / 2000)  # a squared normal number has variance 2
     lengths = w.square().sum(-1)
-    assert float((lengths.mean(0) - 4).abs().max()) < 5 * math.sqrt(
-        8 / 2000
-    )  # chi-squared: mean 4, variance 8
+    assert float((lengths.mean(0) - 4).abs().max()) < 5 * math.sqrt(8 / 2000)  # chi-squared: mean 4, variance 8
     assert float((lengths.var(0) - 8).abs().max()) < 3
 
 
@@ -156,11 +154,7 @@ def test_no_key_overflows_as_an_exponent_is_at_most_half_the_squared_length_of_i
 
 def test_the_room_below_the_largest_exponent_keeps_long_keys_from_underflow() -> None:
     # |k'|^2 / 2 is 79 to 98 here, and exp(-79) of float32 is below what the quotient takes for 0.
-    x = (
-        8
-        * torch.nn.functional.normalize(torch.randn(1, 1, 5, 4), dim=-1)
-        * torch.linspace(2.22, 2.47, 5)[:, None]
-    )
+    x = 8 * torch.nn.functional.normalize(torch.randn(1, 1, 5, 4), dim=-1) * torch.linspace(2.22, 2.47, 5)[:, None]
     v = torch.randn(1, 1, 5, 4)
     exact = favor(4).double()(x.double(), x.double(), v.double()).out
     # Exponents of about 100 are rounded in their 7th digit, and so are the features.
@@ -264,9 +258,7 @@ def test_steps_agree_with_one_call(make: Any) -> None:
     variant = favor(4).double()
     state, outs = variant.init_state(1, dtype=torch.float64), []
     for start, stop in itertools.pairwise((0, 3, 4, 7)):
-        step = variant(
-            q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], causal=True, state=state
-        )
+        step = variant(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], causal=True, state=state)
         state = step.state
         outs.append(step.out)
     torch.testing.assert_close(torch.cat(outs, 2), variant(q, k, v, causal=True).out, **CLOSE)
@@ -278,6 +270,4 @@ def test_steps_agree_with_one_call(make: Any) -> None:
 def test_second_derivatives_are_right(width: int) -> None:
     variant = create("linearised_favor", num_heads=1, head_dim=width).double()
     inputs = [torch.randn(1, 1, 4, width, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    assert torch.autograd.gradgradcheck(
-        lambda q, k, v: variant(q, k, v, causal=True).out, inputs, fast_mode=True
-    )
+    assert torch.autograd.gradgradcheck(lambda q, k, v: variant(q, k, v, causal=True).out, inputs, fast_mode=True)

@@ -16,9 +16,7 @@ from attnlab import InvalidInput
 
 
 def _make(interval: int = 1) -> Any:
-    return attnlab.create(
-        "linearised", num_heads=2, head_dim=8, feature_map="favor", redraw_interval=interval
-    ).double()
+    return attnlab.create("linearised", num_heads=2, head_dim=8, feature_map="favor", redraw_interval=interval).double()
 
 
 def _tokens(count: int) -> list[Tensor]:

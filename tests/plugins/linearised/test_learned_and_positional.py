@@ -112,9 +112,7 @@ def test_cosformer_feels_distances_and_no_absolute_position(make: Any) -> None:
 
 def test_cosformer_refuses_lengths_beyond_its_longest_before_it_works(make: Any) -> None:
     q, k, variant = make(1, 1, 3, 4), make(1, 1, 17, 4), cosformer()
-    with pytest.raises(
-        UnsupportedRequest, match=r"17 keys \(allowed: up to max_length=16\): create it with a larger"
-    ):
+    with pytest.raises(UnsupportedRequest, match=r"17 keys \(allowed: up to max_length=16\): create it with a larger"):
         variant(q, k, k)
     with pytest.raises(UnsupportedRequest, match="17 queries"):
         variant(k, q, q)
@@ -127,9 +125,7 @@ def test_cosformer_refuses_lengths_beyond_its_longest_before_it_works(make: Any)
 def test_cosformer_refuses_offsets_that_lead_further_than_its_longest(make: Any) -> None:
     q, k, variant = make(1, 1, 3, 4), make(1, 1, 9, 4), cosformer()
     assert variant(q, k, k, offset=14).out.isfinite().all()  # the last query is 16 from the first key
-    with pytest.raises(
-        InvalidInput, match="up to max_length=16 apart, got offset=15 with 3 queries and 9 keys"
-    ):
+    with pytest.raises(InvalidInput, match="up to max_length=16 apart, got offset=15 with 3 queries and 9 keys"):
         variant(q, k, k, offset=15)
     with pytest.raises(InvalidInput, match="got offset=-9"):
         variant(q, k, k, offset=-9)

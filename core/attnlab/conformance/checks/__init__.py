@@ -6,7 +6,6 @@ message. Modules list theirs in `CHECKS`, each with the cases it is run on.
 
 from __future__ import annotations
 
-from attnlab.conformance.check import Check
 from attnlab.conformance.checks import (
     absent,
     backward,
@@ -49,6 +48,7 @@ from attnlab.conformance.checks import (
     values,
     weights,
 )
+from attnlab.conformance.running.check import Check
 
 ALL: tuple[Check, ...] = tuple(
     check

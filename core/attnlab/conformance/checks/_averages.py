@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.check import NotApplicable
-from attnlab.conformance.inputs import Inputs, define, reduction_terms
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.inputs import Inputs, define, reduction_terms
+from attnlab.conformance.running.check import NotApplicable
 
 
 def mixed(weights: Tensor, inputs: Inputs) -> Tensor:
@@ -36,6 +36,4 @@ def require_average(variant: Any, inputs: Inputs) -> None:
             terms = reduction_terms(inputs.case)
             limit = rounding_bound(inputs.case.dtype, terms=terms, magnitude=largest(inputs.value)).limit
     if weights is not None and largest(out - mixed(weights, inputs)) > limit:
-        raise NotApplicable(
-            "its formula's out is not its weights times value (it projects values, or adds to them)"
-        )
+        raise NotApplicable("its formula's out is not its weights times value (it projects values, or adds to them)")

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.check import NotApplicable
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.inputs import Inputs, define, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.inputs import Inputs, define, reduction_terms
+from attnlab.conformance.running.check import NotApplicable
 
 DRAWS = 250
 """Enough to see a mean that is 5% too large, in less than a tenth of a second."""
@@ -28,14 +28,9 @@ def demand_right_mean(variant: Any, inputs: Inputs) -> None:
     case = inputs.case
     if case.features not in FEATURES or case.query_length > 16:
         raise NotApplicable("it is random by design: its mean is judged on a few small cases")
-    with (
-        torch.no_grad(),
-        seeded_draws(case.seed + 100, case.device),
-    ):  # one seed: further calls draw further numbers
+    with torch.no_grad(), seeded_draws(case.seed + 100, case.device):  # one seed: further calls draw further numbers
         exact = define(variant, inputs)["out"]
-        drawn = [
-            variant(inputs.query, inputs.key, inputs.value, **inputs.arguments).out for _ in range(DRAWS)
-        ]
+        drawn = [variant(inputs.query, inputs.key, inputs.value, **inputs.arguments).out for _ in range(DRAWS)]
     outs = torch.stack(drawn).to(torch.float64)
     # The mean of n draws of spread s misses by 6 s / sqrt(n) at most. A key that is rarely drawn may show no spread in n
     # draws, so each element is given the largest spread that any has.
@@ -55,6 +50,4 @@ def demand_right_mean(variant: Any, inputs: Inputs) -> None:
         ),
     ):
         limit = Bound(SIGMAS * spread / DRAWS**0.5 + more, origin)
-        demand_close(
-            mean, wanted, limit, variant, case, what=what, versus="the float64 definition's", advice=ADVICE
-        )
+        demand_close(mean, wanted, limit, variant, case, what=what, versus="the float64 definition's", advice=ADVICE)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.check import Scope
-from attnlab.conformance.derivatives import direction_for, recorded
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.features import FEATURES
-from attnlab.conformance.inputs import Inputs, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.derivatives import direction_for, recorded
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.features import FEATURES
+from attnlab.conformance.oracle.inputs import Inputs, reduction_terms
+from attnlab.conformance.running.check import Scope
 
 
 def plainly(variant: Any, inputs: Inputs, **more: Any) -> Tensor:
@@ -43,14 +43,7 @@ def differentiated(
 
 
 def agree(
-    variant: Any,
-    inputs: Inputs,
-    got: Tensor,
-    expected: Tensor,
-    *,
-    versus: str,
-    advice: str,
-    what: str = "out",
+    variant: Any, inputs: Inputs, got: Tensor, expected: Tensor, *, versus: str, advice: str, what: str = "out"
 ) -> None:
     """Fail unless two runs of one variant agree within rounding; `what` may be a gradient."""
     case = inputs.case
@@ -75,9 +68,7 @@ def agree_in_all(
     """`agree` for out and every gradient, as `differentiated` returns them."""
     agree(variant, inputs, got[0], expected[0], versus=versus, advice=advice)
     for name, gradient in expected[1].items():
-        agree(
-            variant, inputs, got[1][name], gradient, what=f"gradient of {name}", versus=versus, advice=advice
-        )
+        agree(variant, inputs, got[1][name], gradient, what=f"gradient of {name}", versus=versus, advice=advice)
 
 
 def declared(scope: Scope, *labels: str) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.cases import Case
-from attnlab.conformance.messages import demand
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case
 
 RESTORE = (
     "Settings belong to the caller: pass the choice on as an argument, or restore what was there in a finally block; "

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case
-from attnlab.conformance.check import NotApplicable
-from attnlab.conformance.draws import require_exact
-from attnlab.conformance.inputs import Inputs, define, judging, plain_dtype, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.sampling import define_rows, visible_rows
-from attnlab.conformance.tolerances import Bound, bound, largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import Bound, bound, largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.draws import require_exact
+from attnlab.conformance.oracle.inputs import Inputs, define, judging, plain_dtype, reduction_terms
+from attnlab.conformance.oracle.sampling import define_rows, visible_rows
+from attnlab.conformance.running.check import NotApplicable
 
 NEEDS = ("state", "causal")
 ADVICE = (
@@ -91,9 +91,7 @@ def arguments_of(inputs: Inputs, queries: Span, keys: Span) -> dict[str, Any]:
     return cut_to
 
 
-def feed(
-    variant: Any, inputs: Inputs, sizes: Sequence[int], capacity: int | None = None
-) -> tuple[Tensor, Any]:
+def feed(variant: Any, inputs: Inputs, sizes: Sequence[int], capacity: int | None = None) -> tuple[Tensor, Any]:
     """Out of the first sum(sizes) tokens fed in chunks of these sizes, and the state after them."""
     state = fresh(variant, inputs, capacity)
     parts, start = [], 0
@@ -150,9 +148,7 @@ def comparable(variant: Any, inputs: Inputs, visible: Tensor) -> bool:
     return torch.equal(visible, inputs.visible()) or is_defined(variant, inputs)
 
 
-def truth(
-    variant: Any, inputs: Inputs, visible: Tensor | None = None, what: str = "out"
-) -> tuple[Tensor, Bound, str]:
+def truth(variant: Any, inputs: Inputs, visible: Tensor | None = None, what: str = "out") -> tuple[Tensor, Bound, str]:
     """What must come out, the bound on errors against it, and its name.
 
     The definition's answer, or, where there is none or the variant claims only to approximate it, the variant's own answer
@@ -189,9 +185,7 @@ def own_answer(variant: Any, inputs: Inputs, what: str = "out") -> tuple[Tensor,
     return own, rounding_bound(inputs.case.dtype, terms=reduction_terms(inputs.case), magnitude=size)
 
 
-def same(
-    variant: Any, inputs: Inputs, got: Tensor, expected: Tensor, versus: str, advice: str = ADVICE
-) -> None:
+def same(variant: Any, inputs: Inputs, got: Tensor, expected: Tensor, versus: str, advice: str = ADVICE) -> None:
     """Fail unless two runs of one variant agree within rounding."""
     case: Case = inputs.case
     size = max(largest(expected), largest(inputs.value))
@@ -204,9 +198,7 @@ def true_rows(variant: Any, inputs: Inputs, rows: list[int], ends: list[int]) ->
     case = inputs.case
     if not is_defined(variant, inputs):
         if not inputs.arguments.get("causal"):
-            raise NotApplicable(
-                "without a definition there is nothing to compare chunks with that see no future"
-            )
+            raise NotApplicable("without a definition there is nothing to compare chunks with that see no future")
         own, limit = own_answer(variant, inputs)
         return own[:, :, rows], limit, "the same call without a state"
     visible = up_to(visible_rows(inputs, rows), torch.tensor(ends, device=inputs.query.device))

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance import visibility
-from attnlab.conformance.cases import Case, case, each
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.extremes import long_inputs
-from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.inputs import Inputs, reduction_terms
-from attnlab.conformance.messages import demand_close, demand_zero
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand_close, demand_zero
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle import visibility
+from attnlab.conformance.oracle.cases import Case, case, each
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.inputs import Inputs, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 
 CONTENTS = (float("nan"), float("inf"), 1e30)
 ADVICE = (
@@ -88,9 +88,7 @@ def check_absent_slots_reach_no_gradient(variant: Any, case: Case) -> None:
 def absent_slots(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Absent queries `[B, Lq]` and absent keys `[B, Lk]`, from the scalar predicate."""
     rules = inputs.rules()
-    queries = [
-        [not visibility.query_present(b, i, rules) for i in range(rules.queries)] for b in range(rules.batch)
-    ]
+    queries = [[not visibility.query_present(b, i, rules) for i in range(rules.queries)] for b in range(rules.batch)]
     keys = [[not visibility.key_present(b, j, rules) for j in range(rules.keys)] for b in range(rules.batch)]
     device = inputs.query.device
     return torch.tensor(queries, device=device), torch.tensor(keys, device=device)
@@ -109,9 +107,7 @@ def filled(inputs: Inputs, content: float) -> Inputs:
     }
     gates = inputs.arguments.get("gates")
     if gates:
-        changed["gates"] = {
-            n: g.masked_fill(k if g.dim() == 4 else k[..., 0], content) for n, g in gates.items()
-        }
+        changed["gates"] = {n: g.masked_fill(k if g.dim() == 4 else k[..., 0], content) for n, g in gates.items()}
     return inputs.with_tensors(**changed)
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import agree, declared, differentiated
 from attnlab.conformance.checks.extremes import banded, long_inputs
-from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.inputs import draw, plain_dtype, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.sampling import defined_row_gradients, direction_of_rows, sampled_rows, visible_rows
-from attnlab.conformance.tolerances import bound, largest
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import bound, largest
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.inputs import draw, plain_dtype, reduction_terms
+from attnlab.conformance.oracle.sampling import defined_row_gradients, direction_of_rows, sampled_rows, visible_rows
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 
 def check_long_gradients_agree_by_rows(variant: Any, case: Case) -> None:

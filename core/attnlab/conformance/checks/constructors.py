@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import agree, declared, plainly
-from attnlab.conformance.draws import require_exact
-from attnlab.conformance.inputs import draw, exact_and_bound
-from attnlab.conformance.messages import demand, demand_close, where
-from attnlab.conformance.subject import like, seeded
+from attnlab.conformance.compare.messages import demand, demand_close, where
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.draws import require_exact
+from attnlab.conformance.oracle.inputs import draw, exact_and_bound
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
+from attnlab.conformance.running.subject import like, seeded
 from attnlab.errors import AttnlabError, UnsupportedRequest
 
 UNKNOWN = "no_such_option"
@@ -197,16 +197,7 @@ def check_parameters_are_initialised(variant: Any, case: Case) -> None:
 def check_making_one_changes_no_other(variant: Any, case: Case) -> None:
     """Instances with other options leave the class and its instances as they were."""
     kind = type(variant)
-    public = (
-        "capabilities",
-        "formula",
-        "family",
-        "gates",
-        "conflicts",
-        "known_failures",
-        "definition",
-        "golden",
-    )
+    public = ("capabilities", "formula", "family", "gates", "conflicts", "known_failures", "definition", "golden")
 
     def attributes() -> dict[str, Any]:
         found = {name: getattr(kind, name) for name in public}

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.extremes import long_inputs
-from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.inputs import Inputs
-from attnlab.conformance.messages import demand, demand_finite, demand_zero
+from attnlab.conformance.compare.messages import demand, demand_finite, demand_zero
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.inputs import Inputs
+from attnlab.conformance.running.check import Check, Scope
 
 ADVICE = (
     "Neutralise such rows before normalising (a zero normaliser becomes 1, no maximum becomes 0) rather than "
@@ -39,23 +39,14 @@ def check_dead_rows_are_zero(variant: Any, case: Case) -> None:
     inputs, dead = _with_dead_rows(variant, case)
     asked = {"need_weights": bool(variant.capabilities.weights), "need_lse": bool(variant.capabilities.lse)}
     with torch.no_grad():
-        answers = (
-            [inputs.run(variant), inputs.run(variant, **asked)]
-            if any(asked.values())
-            else [inputs.run(variant)]
-        )
+        answers = [inputs.run(variant), inputs.run(variant, **asked)] if any(asked.values()) else [inputs.run(variant)]
     why = "the query sees no key"
     for answer in answers:
         demand_finite(
             answer.out, variant, case, what="out", why="rows that see nothing are 0, never NaN", advice=ADVICE
         )
         demand_zero(
-            torch.where(dead[..., None], answer.out, 0),
-            variant,
-            case,
-            what="a dead row's out",
-            why=why,
-            advice=ADVICE,
+            torch.where(dead[..., None], answer.out, 0), variant, case, what="a dead row's out", why=why, advice=ADVICE
         )
         if answer.weights is not None:
             demand_zero(
@@ -82,9 +73,7 @@ def check_dead_rows_receive_no_gradient(variant: Any, case: Case) -> None:
     inputs, dead = _with_dead_rows(variant, case)
     _, found = gradients(variant, inputs, direction_for(inputs))
     for name, gradient in found.items():
-        demand_finite(
-            gradient, variant, case, what=f"gradient of {name}", why="some queries see no key", advice=ADVICE
-        )
+        demand_finite(gradient, variant, case, what=f"gradient of {name}", why="some queries see no key", advice=ADVICE)
     demand_zero(
         torch.where(dead[..., None], found["query"], 0),
         variant,
@@ -98,9 +87,7 @@ def check_dead_rows_receive_no_gradient(variant: Any, case: Case) -> None:
 def _with_dead_rows(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
     inputs = long_inputs(variant, case)
     if case.note == "no_keys":
-        inputs = inputs.with_tensors(
-            key_lengths=torch.tensor([0, case.key_length], device=case.device)[: case.batch]
-        )
+        inputs = inputs.with_tensors(key_lengths=torch.tensor([0, case.key_length], device=case.device)[: case.batch])
     if case.note == "no_present_keys":
         present = torch.ones(case.batch, case.key_length, dtype=torch.bool, device=case.device)
         present[0] = False

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import agree, agree_in_all, declared, differentiated, plainly
-from attnlab.conformance.derivatives import direction_for, trained
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.messages import demand
-from attnlab.conformance.subject import like
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, trained
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.running.subject import like
 
 
 def check_made_on_meta_and_loaded(variant: Any, case: Case) -> None:
@@ -64,13 +64,7 @@ def check_runs_on_meta(variant: Any, case: Case) -> None:
         if variant.capabilities.backward:
             _, gradients = differentiated(there, moved, trained(there))
             wrong = [n for n, x in moved.tensors().items() if gradients[n].shape != x.shape]
-            demand(
-                not wrong,
-                variant,
-                case,
-                f"gradients of {wrong} have other shapes on meta",
-                "Derive shapes only",
-            )
+            demand(not wrong, variant, case, f"gradients of {wrong} have other shapes on meta", "Derive shapes only")
         with torch.no_grad():
             got = moved.run(there).out
     except (RuntimeError, NotImplementedError, ValueError) as fault:
@@ -110,9 +104,7 @@ def check_tensors_are_made_where_query_is(variant: Any, case: Case) -> None:
 
     expected = answer(variant)
     with seeded_draws(case.seed, case.device):
-        fresh = like(variant).to(
-            inputs.query.device, inputs.query.dtype
-        )  # which keeps no table of an earlier call
+        fresh = like(variant).to(inputs.query.device, inputs.query.dtype)  # which keeps no table of an earlier call
     try:
         with torch.device("meta"):
             got = answer(fresh)
@@ -132,9 +124,7 @@ def check_tensors_are_made_where_query_is(variant: Any, case: Case) -> None:
         f"out is on {got[0].device} where the default device is meta and query is on {expected[0].device}",
         advice,
     )
-    agree_in_all(
-        variant, inputs, got, expected, versus="the call under the usual default device", advice=advice
-    )
+    agree_in_all(variant, inputs, got, expected, versus="the call under the usual default device", advice=advice)
 
 
 def _on_meta(x: Any) -> Any:

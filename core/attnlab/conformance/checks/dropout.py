@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._averages import require_average
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks._stepping import NEEDS, feed, step
-from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.draws import require_exact, seeded_draws
-from attnlab.conformance.inputs import Inputs, define, draw, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.draws import require_exact, seeded_draws
+from attnlab.conformance.oracle.inputs import Inputs, define, draw, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 ADVICE_STATE = "A step drops like any other call: past and new keys alike"
 SIGMAS = 6.0
@@ -92,13 +92,7 @@ def check_dropout_is_seeded(variant: Any, case: Case) -> None:
     with torch.no_grad():
         plain = inputs.run(variant).out
         none = inputs.run(variant, dropout_p=0.0).out
-    demand(
-        bool(torch.equal(plain, none)),
-        variant,
-        case,
-        "dropout_p = 0 changes the output",
-        "0 means no dropout",
-    )
+    demand(bool(torch.equal(plain, none)), variant, case, "dropout_p = 0 changes the output", "0 means no dropout")
 
 
 def check_dropout_backward_uses_the_forward_mask(variant: Any, case: Case) -> None:
@@ -168,8 +162,7 @@ def require_linear(variant: Any, inputs: Inputs) -> None:
         return
     with torch.no_grad():
         once, twice = (
-            define(variant, inputs.with_tensors(value=n * inputs.value))["out"].to(torch.float64)
-            for n in (1, 2)
+            define(variant, inputs.with_tensors(value=n * inputs.value))["out"].to(torch.float64) for n in (1, 2)
         )
     if largest(twice - 2 * once) > 1e-6 * largest(twice):
         raise NotApplicable("out is not linear in value, so dropped weights cannot be read off it")
@@ -195,13 +188,7 @@ def _seeded(variant: Any, inputs: Inputs, seed: int, **more: Any) -> Tensor:
 
 
 def _statistics(scope: Scope) -> Iterable[Case]:
-    sizes: dict[str, Any] = {
-        "needs": ("dropout",),
-        "dtype": scope.base,
-        "batch": 6,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-    }
+    sizes: dict[str, Any] = {"needs": ("dropout",), "dtype": scope.base, "batch": 6, "num_heads": 4, "num_kv_heads": 4}
     for labels in ((), ("causal",)):
         yield case(*labels, **sizes, query_length=24, key_length=8)
         yield case(*labels, **sizes, query_length=8, key_length=8)

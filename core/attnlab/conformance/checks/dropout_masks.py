@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._averages import require_average
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.dropout import require_linear
 from attnlab.conformance.checks.gradients import demand_slope, difference, directions
-from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand, demand_close, demand_finite, demand_zero
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close, demand_finite, demand_zero
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 SIGMAS = 7.0
 """Of a sum of n signs; 10^6 of them are looked at, and one in 4 * 10^11 lies beyond."""
@@ -80,9 +80,7 @@ def check_dropout_gradients_match_finite_differences(variant: Any, case: Case) -
     if largest((out * direction).sum() - value_at(base)) > 1e-9 * largest(out) * out.numel():
         raise NotApplicable("with gradients on it draws other numbers, so no slope can be measured")
     for step in directions(base, case, 2):
-        slope = sum(
-            ((found[n] * d).sum() for n, d in step.items()), start=torch.zeros((), dtype=torch.float64)
-        )
+        slope = sum(((found[n] * d).sum() for n, d in step.items()), start=torch.zeros((), dtype=torch.float64))
         demand_slope(variant, case, slope, difference(value_at, base, step), "the gradient under dropout")
 
 
@@ -110,9 +108,7 @@ def check_dropout_leaves_weights_and_lse_alone(variant: Any, case: Case) -> None
             demand_close(
                 getattr(dropped, what),
                 expected,
-                rounding_bound(
-                    case.dtype, terms=reduction_terms(case), magnitude=max(1.0, largest(expected))
-                ),
+                rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=max(1.0, largest(expected))),
                 variant,
                 case,
                 what=what,

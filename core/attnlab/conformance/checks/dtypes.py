@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.advice import of_precision
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._averages import require_average
 from attnlab.conformance.checks._runs import declared
-from attnlab.conformance.derivatives import defined_gradients, direction_for, recorded, trained
-from attnlab.conformance.inputs import FLOAT_ARGUMENTS, Inputs, define, draw, exact_and_bound, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import UNIT, Bound, bound, derived, gamma, largest
+from attnlab.conformance.compare.advice import of_precision
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import UNIT, Bound, bound, derived, gamma, largest
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import defined_gradients, direction_for, recorded, trained
+from attnlab.conformance.oracle.inputs import FLOAT_ARGUMENTS, Inputs, define, draw, exact_and_bound, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 HALF = ("bfloat16", "float16")
 
@@ -85,9 +85,7 @@ def check_scores_may_exceed_half_precision(variant: Any, case: Case) -> None:
         exact, limit = exact_and_bound(variant, inputs)
         if inputs.key is far and _overflows(variant, inputs):
             rest = derived(case.dtype, reduction_terms(case), largest(inputs.value))
-            limit = Bound(
-                rest, "rounding alone: the plain formula overflows in float16, which excuses nothing"
-            )
+            limit = Bound(rest, "rounding alone: the plain formula overflows in float16, which excuses nothing")
         demand_close(
             got,
             exact,
@@ -197,9 +195,7 @@ def check_bias_and_sinks_may_have_another_dtype(variant: Any, case: Case) -> Non
     for dtype in (torch.float32, torch.float64):
         given = {n: inputs.arguments[n].to(dtype) for n in FLOAT_ARGUMENTS if n in inputs.arguments}
         changed = inputs.with_tensors(**given)
-        exact, limit = exact_and_bound(
-            variant, changed
-        )  # of the numbers that are given, whatever their dtype
+        exact, limit = exact_and_bound(variant, changed)  # of the numbers that are given, whatever their dtype
         with torch.no_grad():
             got = changed.run(variant).out
         demand_close(
@@ -232,10 +228,7 @@ def _autocast(*needs: str) -> Any:
             for labels in ((), ("causal",), ("bias",), ("mask",), ("gqa",)):
                 yield case(*labels, needs=needs, dtype="float32", note="autocast")
             yield case(
-                *declared(scope, "softcap", "sinks", "key_mask_left"),
-                needs=needs,
-                dtype="float32",
-                note="autocast",
+                *declared(scope, "softcap", "sinks", "key_mask_left"), needs=needs, dtype="float32", note="autocast"
             )
         if "float16" in scope.dtypes and not scope.quick:
             for more in ((), ("causal", "gqa")):
@@ -251,14 +244,7 @@ def _mixed(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(
-        check_sums_are_taken_in_float32,
-        "dtypes",
-        _sums,
-        claims=("normalised",),
-        asks_more=True,
-        random_too=True,
-    ),
+    Check(check_sums_are_taken_in_float32, "dtypes", _sums, claims=("normalised",), asks_more=True, random_too=True),
     Check(check_scores_may_exceed_half_precision, "dtypes", _overflowing),
     Check(check_autocast_agrees, "dtypes", _autocast()),
     Check(check_autocast_gradients_agree, "dtypes", _autocast("backward")),

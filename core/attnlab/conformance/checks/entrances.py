@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from attnlab.capabilities import ASKABLE
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks.refusals import ASKED, demand_refusal
-from attnlab.conformance.inputs import Inputs, draw
-from attnlab.conformance.messages import demand, where
+from attnlab.conformance.compare.messages import demand, where
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, Scope
 from attnlab.errors import AttnlabError
 from attnlab.request import Request
 
@@ -47,9 +47,7 @@ def check_other_entrances_refuse_alike(variant: Any, case: Case) -> None:
         demand_refusal(variant, case, feature, ask)
 
 
-def _entrances(
-    variant: Any, inputs: Inputs, feature: str, asked: dict[str, Any]
-) -> Iterable[Callable[[], Any]]:
+def _entrances(variant: Any, inputs: Inputs, feature: str, asked: dict[str, Any]) -> Iterable[Callable[[], Any]]:
     tensors = (inputs.query, inputs.key, inputs.value)
     yield lambda: variant.forward(*tensors, **{**inputs.arguments, **asked})
     import attnlab

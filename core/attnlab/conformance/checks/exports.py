@@ -9,24 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import agree, declared, plainly
 from attnlab.conformance.checks.graphs import LENGTHS, everything, lengths, quietly, told
-from attnlab.conformance.inputs import Inputs, draw
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, Scope
 
 AS_OBJECT = "AttentionMask"
 """The note of cases that state who sees whom in one object."""
-MASK_ARGUMENTS = (
-    "causal",
-    "offset",
-    "window",
-    "key_mask",
-    "key_lengths",
-    "query_lengths",
-    "segments",
-    "mask",
-)
+MASK_ARGUMENTS = ("causal", "offset", "window", "key_mask", "key_lengths", "query_lengths", "segments", "mask")
 
 
 class Holder(nn.Module):
@@ -85,9 +76,7 @@ def _exported(variant: Any, inputs: Inputs, free: bool = False) -> Any:
     advice = "Drop the claim `exports`, or keep Python that reads tensor values out of attend()"
     with quietly(), torch.no_grad(), told(variant, inputs.case, "torch.export failed", advice):
         return torch.export.export(
-            Holder(variant, constants),
-            given,
-            dynamic_shapes=tuple(_axes(x, sizes) for x in given) if free else None,
+            Holder(variant, constants), given, dynamic_shapes=tuple(_axes(x, sizes) for x in given) if free else None
         ).module()
 
 
@@ -104,7 +93,7 @@ def _split(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments that hold tensors, which are inputs of a program, and the rest, which are constants of it."""
     arguments = dict(inputs.arguments)
     if inputs.case.note == AS_OBJECT:
-        from attnlab.mask import AttentionMask
+        from attnlab.visibility import AttentionMask
 
         stated = {n: arguments.pop(n) for n in MASK_ARGUMENTS if n in arguments}
         if "mask" in stated:
@@ -139,11 +128,5 @@ def _programs(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_exported_programs_agree, "exports", _programs, claims=("exports",), slow=True),
-    Check(
-        check_exported_programs_serve_other_lengths,
-        "exports",
-        lengths,
-        claims=("exports", "compiles"),
-        slow=True,
-    ),
+    Check(check_exported_programs_serve_other_lengths, "exports", lengths, claims=("exports", "compiles"), slow=True),
 )

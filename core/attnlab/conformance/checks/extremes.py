@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import declared
-from attnlab.conformance.conditioning import exact_and_bound_of_draws
-from attnlab.conformance.inputs import Inputs, draw, exact_and_bound
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.sampling import exact_rows_and_bound, rows_of, sampled_rows
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.conditioning import exact_and_bound_of_draws
+from attnlab.conformance.oracle.inputs import Inputs, draw, exact_and_bound
+from attnlab.conformance.oracle.sampling import exact_rows_and_bound, rows_of, sampled_rows
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.errors import InvalidInput
 
 Arguments = dict[str, Any]
@@ -32,18 +32,12 @@ def _ramp(x: Tensor) -> Tensor:
 
 
 CONTENTS: Mapping[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], str]] = {
-    "zero queries": (
-        lambda q, k, v: (q * 0, k, v),
-        "Every score is 0 then, and every pair as visible as before",
-    ),
+    "zero queries": (lambda q, k, v: (q * 0, k, v), "Every score is 0 then, and every pair as visible as before"),
     "zero keys": (
         lambda q, k, v: (q, _with_a_third_zero(k), v),
         "A key of zeros is a key: only masks say what is absent; divide by no norm that can be 0",
     ),
-    "one key everywhere": (
-        lambda q, k, v: (q, k[:, :, :1].expand_as(k).clone(), v),
-        "All scores of a row are equal",
-    ),
+    "one key everywhere": (lambda q, k, v: (q, k[:, :, :1].expand_as(k).clone(), v), "All scores of a row are equal"),
     "shorter keys": (
         lambda q, k, v: (q, k * (0.6 + 0.3 * _ramp(k)), v),
         "Lengths of keys count, unless the formula divides by them: norm nothing that it does not norm",
@@ -198,9 +192,7 @@ EDGES: Mapping[str, Edge] = {
     "bias per row": _shaped("bias", lambda x: (1, 1, x.query.shape[2], 1)),
     "bias per head": _shaped("bias", lambda x: (x.query.shape[0], x.query.shape[1], 1, 1), "causal"),
     "bias per item": _shaped("bias", lambda x: (x.query.shape[0], 1, x.query.shape[2], x.key.shape[2])),
-    "bias of everything": _shaped(
-        "bias", lambda x: (*x.query.shape[:2], x.query.shape[2], x.key.shape[2]), "causal"
-    ),
+    "bias of everything": _shaped("bias", lambda x: (*x.query.shape[:2], x.query.shape[2], x.key.shape[2]), "causal"),
     "mask of one row": _shaped("mask", lambda x: (1, 1, 1, x.key.shape[2]), "causal"),
     "mask of one column": _shaped("mask", lambda x: (1, 1, x.query.shape[2], 1)),
     "mask per item and key": _shaped("mask", lambda x: (x.query.shape[0], 1, 1, x.key.shape[2])),
@@ -211,24 +203,18 @@ EDGES: Mapping[str, Edge] = {
     "all keys present": Edge(
         ("key_mask",), lambda x: {"key_mask": torch.ones(x.key.shape[0], x.key.shape[2]).bool()}, ("causal",)
     ),
-    "key_lengths of one": Edge(
-        ("key_mask",), lambda x: {"key_lengths": torch.ones(x.key.shape[0], dtype=torch.int32)}
-    ),
+    "key_lengths of one": Edge(("key_mask",), lambda x: {"key_lengths": torch.ones(x.key.shape[0], dtype=torch.int32)}),
     "lengths far apart": Edge(("key_mask", "cross_lengths"), _lengths_apart, sizes=_APART),
     "offsets far apart": Edge(("causal", "cross_lengths"), _offsets_apart, sizes=_APART),
     "score_mod that hides": Edge(("score_mod",), lambda x: {"score_mod": _hides}),
-    "score_mod of places alone": _fixed(
-        "score_mod", score_mod=lambda score, b, h, q, k: 0.1 * (k - q).to(score.dtype)
-    ),
+    "score_mod of places alone": _fixed("score_mod", score_mod=lambda score, b, h, q, k: 0.1 * (k - q).to(score.dtype)),
     "segments of int32": Edge(
         ("segments",),
         lambda x: {"segments": tuple(_taking_turns(t).to(torch.int32) for t in (x.query, x.key))},
         ("causal",),
     ),
     "interleaved segments": Edge(
-        ("segments",),
-        lambda x: {"segments": tuple(_taking_turns(t) for t in (x.query, x.key))},
-        ("score_mod",),
+        ("segments",), lambda x: {"segments": tuple(_taking_turns(t) for t in (x.query, x.key))}, ("score_mod",)
     ),
     "gates at their ends": Edge(("gates",), _gates, ("causal",)),
 }
@@ -307,9 +293,7 @@ def _compare(variant: Any, draws: list[Inputs], versus: str, advice: str) -> Non
         raise NotApplicable(f"its formula has no value there: {inputs.case.note}")
     with torch.no_grad():
         got = inputs.run(variant).out
-    demand_close(
-        got, exact, limit, variant, inputs.case, what="out", versus=versus, advice=advice, inputs=inputs
-    )
+    demand_close(got, exact, limit, variant, inputs.case, what="out", versus=versus, advice=advice, inputs=inputs)
 
 
 def _contents(scope: Scope) -> Iterable[Case]:
@@ -335,9 +319,7 @@ def _edges(scope: Scope) -> Iterable[Case]:
     for note, edge in EDGES.items():
         if scope.quick and edge.sizes.get("key_length", 0) > 100:
             continue
-        yield case(
-            *declared(scope, *edge.labels), needs=edge.needs, dtype=scope.base, note=note, **edge.sizes
-        )
+        yield case(*declared(scope, *edge.labels), needs=edge.needs, dtype=scope.base, note=note, **edge.sizes)
 
 
 def long_cases(scope: Scope) -> Iterable[Case]:
@@ -345,10 +327,7 @@ def long_cases(scope: Scope) -> Iterable[Case]:
     length = 300 if scope.stepwise else 1500
     one: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "dtype": scope.precise}
     square = {**one, "query_length": length, "key_length": length}
-    two = {
-        "num_heads": 2,
-        "num_kv_heads": 1 if scope.capabilities.gqa else 2,
-    }  # whose second lies past a partial tile
+    two = {"num_heads": 2, "num_kv_heads": 1 if scope.capabilities.gqa else 2}  # whose second lies past a partial tile
     yield case("causal", **{**square, **two})
     if scope.quick:
         return

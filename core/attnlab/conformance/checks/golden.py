@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
-from attnlab.conformance.draws import require_exact
-from attnlab.conformance.inputs import Inputs, define, draw, has_definition, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import Bound, derived, largest
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import Bound, derived, largest
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.draws import require_exact
+from attnlab.conformance.oracle.inputs import Inputs, define, draw, has_definition, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.formulas import GoldenCase, golden_cases
 
@@ -58,8 +58,7 @@ def _compare(variant: Any, case: Case, one: GoldenCase) -> None:
     size = max(largest(expected), largest(value))
     rounding = derived(case.dtype, reduction_terms(at), size)
     limit = Bound(
-        rounding + 0.5 * 10.0**-one.decimals,
-        f"{one.decimals} decimals are written down, + {rounding:.2e}, rounding",
+        rounding + 0.5 * 10.0**-one.decimals, f"{one.decimals} decimals are written down, + {rounding:.2e}, rounding"
     )
     expected = expected.to(case.device)
 
@@ -67,16 +66,12 @@ def _compare(variant: Any, case: Case, one: GoldenCase) -> None:
         demand_close(answer, expected, limit, judged, at, what=what, versus="the golden case", advice=advice)
 
     demand_equal(
-        got,
-        "out",
-        "The formula itself is wrong: compare with the paper term by term, signs and order included",
+        got, "out", "The formula itself is wrong: compare with the paper term by term, signs and order included"
     )
     if has_definition(judged):
         defined = define(judged, inputs)["out"]
         demand_equal(
-            defined,
-            "the definition's out",
-            "The variant agrees with the golden case, its definition does not",
+            defined, "the definition's out", "The variant agrees with the golden case, its definition does not"
         )
 
 

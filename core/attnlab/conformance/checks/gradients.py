@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case, singles
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.extremes import EDGES
 from attnlab.conformance.checks.values import together
-from attnlab.conformance.derivatives import defined_gradients, direction_for, gradients, recorded
-from attnlab.conformance.features import FEATURES, normal
-from attnlab.conformance.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import UNIT, Bound, bound, largest
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import UNIT, Bound, bound, largest
+from attnlab.conformance.oracle.cases import Case, case, singles
+from attnlab.conformance.oracle.derivatives import defined_gradients, direction_for, gradients, recorded
+from attnlab.conformance.oracle.features import FEATURES, normal
+from attnlab.conformance.oracle.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 
 
 def check_gradients_match_definition(variant: Any, case: Case) -> None:
@@ -75,9 +75,7 @@ def check_gradients_match_finite_differences(variant: Any, case: Case) -> None:
     _, found = gradients(variant, inputs, direction)
     base = inputs.tensors()
     for step in directions(base, case, 2):
-        slope = sum(
-            ((found[n] * d).sum() for n, d in step.items()), start=torch.zeros((), dtype=torch.float64)
-        )
+        slope = sum(((found[n] * d).sum() for n, d in step.items()), start=torch.zeros((), dtype=torch.float64))
         demand_slope(variant, case, slope, difference(value_at, base, step), "the gradient")
 
 
@@ -87,9 +85,7 @@ def check_second_derivatives_match_finite_differences(variant: Any, case: Case) 
     direction = direction_for(inputs)
     first, second = directions(inputs.tensors(), case, 2)
 
-    def gradient_along(
-        tensors: dict[str, Tensor], create_graph: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def gradient_along(tensors: dict[str, Tensor], create_graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         leaves = recorded(tensors)
         with torch.enable_grad():
             out = inputs.rebuilt(leaves).run(variant).out
@@ -101,9 +97,7 @@ def check_second_derivatives_match_finite_differences(variant: Any, case: Case) 
                 materialize_grads=True,
                 allow_unused=True,
             )
-            return sum(
-                ((g * first[n]).sum() for n, g in zip(leaves, found, strict=True)), torch.zeros(())
-            ), leaves
+            return sum(((g * first[n]).sum() for n, g in zip(leaves, found, strict=True)), torch.zeros(())), leaves
 
     along, leaves = gradient_along(inputs.tensors(), create_graph=True)
     found = torch.autograd.grad(along, list(leaves.values()), allow_unused=True, materialize_grads=True)
@@ -124,8 +118,7 @@ def check_gradients_honour_the_strides_of_grad_output(variant: Any, case: Case) 
         for name, gradient in expected.items():
             size = max(largest(gradient), largest(direction) * largest(inputs.value))
             limit = Bound(
-                4 * UNIT[case.dtype] * reduction_terms(case) * size,
-                "rounding of two runs on the same numbers",
+                4 * UNIT[case.dtype] * reduction_terms(case) * size, "rounding of two runs on the same numbers"
             )
             demand_close(
                 found[name],
@@ -152,10 +145,7 @@ def directions(tensors: dict[str, Tensor], case: Case, count: int) -> list[dict[
     generator = torch.Generator().manual_seed(case.seed + 5)
     # sinks of -inf and biases of -inf are constants: there is no slope along them
     return [
-        {
-            n: torch.where(x.isfinite(), normal(generator, *x.shape).to(x.device), 0)
-            for n, x in tensors.items()
-        }
+        {n: torch.where(x.isfinite(), normal(generator, *x.shape).to(x.device), 0) for n, x in tensors.items()}
         for _ in range(count)
     ]
 
@@ -184,8 +174,7 @@ def demand_slope(variant: Any, case: Case, slope: Tensor, measured: Tensor, what
     # 1e-10 times the size of f, and fifth derivatives may be as large as 1e16 before they matter.
     size = max(1.0, abs(float(measured)))
     limit = Bound(
-        1e4 * UNIT["float64"] ** (2 / 3) * size,
-        "extrapolated differences with h = u^(1/3): 1e4 u^(2/3) |slope|",
+        1e4 * UNIT["float64"] ** (2 / 3) * size, "extrapolated differences with h = u^(1/3): 1e4 u^(2/3) |slope|"
     )
     demand_close(
         slope.reshape(1),
@@ -227,13 +216,7 @@ def _cases(scope: Scope) -> Iterable[Case]:
     for note in ("bias of zeros", "bias per row", "bias per head", "bias of everything"):
         edge = EDGES[note]
         for more in ({}, tiles):
-            yield case(
-                *declared(scope, *edge.labels),
-                needs=("backward", "bias"),
-                dtype=scope.base,
-                note=note,
-                **more,
-            )
+            yield case(*declared(scope, *edge.labels), needs=("backward", "bias"), dtype=scope.base, note=note, **more)
     for note in (
         "softcap=150 and large scores",
         "sinks=200",
@@ -254,18 +237,7 @@ def _cases(scope: Scope) -> Iterable[Case]:
 
 
 def _precise(scope: Scope) -> Iterable[Case]:
-    labels = (
-        "causal",
-        "mask",
-        "bias",
-        "softcap",
-        "score_mod",
-        "sinks",
-        "scale",
-        "key_mask_holes",
-        "gqa",
-        "value_dim",
-    )
+    labels = ("causal", "mask", "bias", "softcap", "score_mod", "sinks", "scale", "key_mask_holes", "gqa", "value_dim")
     sizes = {"dtype": "float64", "needs": ("backward",), "batch": 1, "query_length": 4, "key_length": 4}
     for label in ("", *labels):
         yield case(*([label] if label else []), **{**sizes, **FEATURES[label].sizes} if label else sizes)

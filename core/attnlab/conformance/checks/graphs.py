@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from attnlab.capabilities import ASKABLE
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import agree, agree_in_all, declared, differentiated, plainly
 from attnlab.conformance.checks._stepping import NEEDS, feed, fresh, step
 from attnlab.conformance.checks.refusals import ASKED
-from attnlab.conformance.derivatives import trained
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.messages import demand
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import trained
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import Check, Scope
 from attnlab.errors import UnsupportedRequest
 
 # One near another, between two multiples of 8, and odd: padding to blocks gives no reason to compile again.

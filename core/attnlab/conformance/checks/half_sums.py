@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.advice import of_precision
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._averages import mixed
 from attnlab.conformance.checks._stepping import NEEDS, feed
-from attnlab.conformance.draws import require_exact
-from attnlab.conformance.features import normal
-from attnlab.conformance.inputs import Inputs, define, draw, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import UNIT, Bound, bound, largest
+from attnlab.conformance.compare.advice import of_precision
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import UNIT, Bound, bound, largest
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.draws import require_exact
+from attnlab.conformance.oracle.features import normal
+from attnlab.conformance.oracle.inputs import Inputs, define, draw, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 
 HALF = ("bfloat16", "float16")
 ADVICE = (
@@ -86,13 +86,9 @@ def _small_rows(exact: Tensor) -> list[int]:
 def _limit(case: Case, exact: Tensor, single: Tensor, magnitude: float, spread: float) -> Bound:
     """The bound of the module docstring."""
     terms = reduction_terms(case)
-    wide = bound(
-        "float32", exact=exact, plain=single, plain_dtype="float32", terms=terms, magnitude=magnitude
-    )
+    wide = bound("float32", exact=exact, plain=single, plain_dtype="float32", terms=terms, magnitude=magnitude)
     stored = 2 * UNIT[case.dtype] * largest(exact) + UNIT[case.dtype] * spread
-    return Bound(
-        wide.limit + stored, f"{stored:.1e} for single roundings in {case.dtype}, + in float32 {wide.origin}"
-    )
+    return Bound(wide.limit + stored, f"{stored:.1e} for single roundings in {case.dtype}, + in float32 {wide.origin}")
 
 
 def _spread(weights: Tensor | None, visible: Tensor, inputs: Inputs) -> float:
@@ -120,9 +116,7 @@ def _contents(inputs: Inputs) -> Inputs:
     same = inputs.key[:, :, :1].expand(inputs.key.shape).clone()
     value = _cancelling(inputs.key, case.value_dim, case.seed)
     # A state that forgets within a few tokens sums no more than those: rates are slowed down.
-    gates = {
-        n: x / (128 if bool((x <= 0).all()) else 32) for n, x in (inputs.arguments.get("gates") or {}).items()
-    }
+    gates = {n: x / (128 if bool((x <= 0).all()) else 32) for n, x in (inputs.arguments.get("gates") or {}).items()}
     return inputs.with_tensors(key=same, value=value, **({"gates": gates} if gates else {}))
 
 
@@ -137,9 +131,7 @@ def _cancelling(like: Tensor, width: int, seed: int) -> Tensor:
 def _sums(scope: Scope) -> Iterable[Case]:
     steps = scope.stepwise  # whose definition walks over the keys for each query
     longest, square = (256, 72) if steps else (1024, 96)
-    if (
-        scope.family == "feature_map"
-    ):  # errors of many features average out: only sums past 2^11 show in float16
+    if scope.family == "feature_map":  # errors of many features average out: only sums past 2^11 show in float16
         longest = 2048
     sizes: dict[str, Any] = {"head_dim": 32, "key_dim": 32, "value_dim": 32, "batch": 1}
     far = {"head_dim": 64, "key_dim": 64, "value_dim": 64}  # whose scale is a power of two

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from attnlab.capabilities import DTYPES
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import declared
-from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.subject import like
-from attnlab.conformance.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
+from attnlab.conformance.running.subject import like
 from attnlab.errors import UnsupportedRequest
 
 
@@ -62,8 +62,7 @@ def check_batch_items_are_bitwise_independent(variant: Any, case: Case) -> None:
                 variant,
                 case,
                 f"item {b} alone differs in its bits from item {b} in the batch",
-                "Drop the claim `batch_invariant`, or "
-                "choose tiles and reduction orders independently of the batch",
+                "Drop the claim `batch_invariant`, or choose tiles and reduction orders independently of the batch",
             )
 
 
@@ -115,14 +114,10 @@ def check_grouped_heads_equal_repeated_heads(variant: Any, case: Case) -> None:
     try:
         full = like(variant, num_kv_heads=case.num_heads)
     except UnsupportedRequest as refusal:
-        raise NotApplicable(
-            f"it cannot be made with a key/value head for each query head: {refusal}"
-        ) from None
+        raise NotApplicable(f"it cannot be made with a key/value head for each query head: {refusal}") from None
     mine, theirs = variant.state_dict(), full.state_dict()
     if any(theirs[n].shape != x.shape for n, x in mine.items()) or len(mine) != len(theirs):
-        raise NotApplicable(
-            "its parameters depend on the number of key/value heads, so the two cannot share them"
-        )
+        raise NotApplicable("its parameters depend on the number of key/value heads, so the two cannot share them")
     named = {
         n: x.repeat_interleave(group, dim=1) if n in ("key", "value") or n.startswith("gates.") else x
         for n, x in inputs.tensors().items()
@@ -246,9 +241,7 @@ def check_earlier_calls_leave_no_trace(variant: Any, case: Case) -> None:
     first = draw(case, variant)
     second = draw(replace(case, seed=case.seed + 21), variant)
     calls = [("the first call", first), ("a call of the same shape and other contents", second)]
-    calls += [
-        (f"calls of other lengths and dtypes ({one.case.id})", one) for one in _other_calls(variant, case)
-    ]
+    calls += [(f"calls of other lengths and dtypes ({one.case.id})", one) for one in _other_calls(variant, case)]
     calls += [("many calls", second), ("more of them", first)]
     with torch.no_grad():
         fresh = [one.run(copy.deepcopy(variant)).out for _, one in calls]
@@ -352,9 +345,7 @@ def _mixed(inputs: Inputs, other: Inputs, b: int) -> Inputs:
         return torch.where(torch.arange(size, device=x.device).view(-1, *[1] * (x.dim() - 1)) == b, x, y)
 
     main = {n: mix(n, getattr(inputs, n), getattr(other, n)) for n in ("query", "key", "value")}
-    return inputs.with_tensors(
-        **main, **{n: mix(n, x, other.arguments[n]) for n, x in inputs.arguments.items()}
-    )
+    return inputs.with_tensors(**main, **{n: mix(n, x, other.arguments[n]) for n, x in inputs.arguments.items()})
 
 
 def _agree(variant: Any, inputs: Inputs, got: Tensor, expected: Tensor, versus: str, advice: str) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._averages import require_average
-from attnlab.conformance.draws import require_exact
-from attnlab.conformance.inputs import Inputs, attended, define, draw, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.draws import require_exact
+from attnlab.conformance.oracle.inputs import Inputs, attended, define, draw, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 
 def check_permuting_keys_changes_nothing(variant: Any, case: Case) -> None:
@@ -223,9 +223,7 @@ def no_null_slot(variant: Any) -> None:
         raise NotApplicable("it declares null_key: a slot without a value takes part of the weight")
 
 
-def _law_of_its_formula(
-    variant: Any, inputs: Inputs, changed: Inputs, expected: Tensor | None = None
-) -> None:
+def _law_of_its_formula(variant: Any, inputs: Inputs, changed: Inputs, expected: Tensor | None = None) -> None:
     """`NotApplicable` where the definition itself breaks the law.
 
     It belongs to weights that are a quotient of one function of each score, which a normalised variant need not have
@@ -271,10 +269,7 @@ def _softmax(scope: Scope) -> Iterable[Case]:
 CHECKS = (
     Check(check_null_key_takes_weight, "laws", _plain(), claims=("null_key",), random_too=True),
     Check(
-        check_permuting_keys_changes_nothing,
-        "laws",
-        _plain(("key_mask_left",), ("gqa",)),
-        claims=("position_free",),
+        check_permuting_keys_changes_nothing, "laws", _plain(("key_mask_left",), ("gqa",)), claims=("position_free",)
     ),
     Check(
         check_permuting_queries_permutes_outputs,
@@ -282,13 +277,7 @@ CHECKS = (
         _plain(("key_mask_left",), ("gqa",)),
         claims=("position_free",),
     ),
-    Check(
-        check_linear_in_value,
-        "laws",
-        _plain(("causal",), ("gqa",)),
-        claims=("linear_in_value",),
-        random_too=True,
-    ),
+    Check(check_linear_in_value, "laws", _plain(("causal",), ("gqa",)), claims=("linear_in_value",), random_too=True),
     Check(
         check_equal_values_come_through,
         "laws",

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case, each
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.derivatives import direction_for, recorded
-from attnlab.conformance.features import FEATURES
-from attnlab.conformance.inputs import Inputs, draw
-from attnlab.conformance.messages import demand
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case, each
+from attnlab.conformance.oracle.derivatives import direction_for, recorded
+from attnlab.conformance.oracle.features import FEATURES
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, Scope
 from attnlab.errors import UnsupportedRequest
 
 
@@ -29,13 +29,7 @@ def check_shapes_and_dtypes(variant: Any, case: Case) -> None:
     for what, shape in expected.items():
         got = getattr(answer, what)
         if what == "out" or getattr(have, what):
-            demand(
-                got is not None,
-                variant,
-                case,
-                f"{what} was asked for and is None",
-                "Return it in AttentionOutput",
-            )
+            demand(got is not None, variant, case, f"{what} was asked for and is None", "Return it in AttentionOutput")
             demand(
                 tuple(got.shape) == shape,
                 variant,
@@ -104,9 +98,7 @@ def check_inputs_are_not_modified(variant: Any, case: Case) -> None:
         with torch.enable_grad():
             out = inputs.rebuilt(leaves).run(variant).out
             torch.autograd.grad(out, list(leaves.values()), given["grad_out"], allow_unused=True)
-        _demand_untouched(
-            variant, case, given, before, ", forward or backward, while gradients were recorded"
-        )
+        _demand_untouched(variant, case, given, before, ", forward or backward, while gradients were recorded")
 
 
 def _demand_untouched(
@@ -232,15 +224,7 @@ def _every_argument(scope: Scope) -> Iterable[Case]:
 def _ownership(scope: Scope) -> Iterable[Case]:
     yield case(dtype=scope.base)
     yield case(dtype=scope.base, query_length=1, key_length=1, note="one token")
-    yield case(
-        dtype=scope.base,
-        batch=1,
-        num_heads=1,
-        num_kv_heads=1,
-        query_length=1,
-        key_length=1,
-        note="one of all",
-    )
+    yield case(dtype=scope.base, batch=1, num_heads=1, num_kv_heads=1, query_length=1, key_length=1, note="one of all")
     yield case("causal", "gqa", dtype=scope.base)
 
 
@@ -248,8 +232,7 @@ def _empty(scope: Scope) -> Iterable[Case]:
     labels = [(), ("causal",), ("bias",)]
     if not scope.quick:
         labels += [
-            (x,)
-            for x in ("mask", "key_mask_right", "segments", "sinks", "left_window", "mask_mod", "score_mod")
+            (x,) for x in ("mask", "key_mask_right", "segments", "sinks", "left_window", "mask_mod", "score_mod")
         ]
     for one in labels:
         yield case(*one, dtype=scope.base, batch=0, note="B=0")

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case, each
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.derivatives import direction_for, gradients
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case, each
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 
 LARGE = 1e9
 """Finite, and larger than any fill constant such as -1e9 can hide; its square times a sum stays in float32."""
@@ -76,20 +76,10 @@ def check_the_future_leaves_the_past(variant: Any, case: Case) -> None:
 
 def check_ways_to_state_a_mask_agree(variant: Any, case: Case) -> None:
     """The same rule as a loose argument and as an `AttentionMask` gives the same output."""
-    from attnlab.mask import AttentionMask
+    from attnlab.visibility import AttentionMask
 
     inputs = draw(case, variant)
-    names = (
-        "causal",
-        "offset",
-        "window",
-        "key_mask",
-        "key_lengths",
-        "query_lengths",
-        "segments",
-        "mask",
-        "mask_mod",
-    )
+    names = ("causal", "offset", "window", "key_mask", "key_lengths", "query_lengths", "segments", "mask", "mask_mod")
     stated = {n: x for n, x in inputs.arguments.items() if n in names}
     rest = {n: x for n, x in inputs.arguments.items() if n not in names}
     if "mask" in stated:
@@ -183,9 +173,7 @@ def _hidden_keys(variant: Any, inputs: Inputs) -> Iterator[Hidden]:
         if bool(of_group.all()):  # some head of the group sees each pair
             continue
         j, blind = _most_hidden(of_group)
-        yield Hidden(
-            j, slice(c, c + 1), readers, blind.expand(-1, heads, -1), f"key {j} of key/value head {c}"
-        )
+        yield Hidden(j, slice(c, c + 1), readers, blind.expand(-1, heads, -1), f"key {j} of key/value head {c}")
 
 
 def _most_hidden(seen: Tensor) -> tuple[int, Tensor]:
@@ -253,9 +241,7 @@ def _why_it_leaks(variant: Any, inputs: Inputs, before: Tensor, after: Tensor, h
     if not bool(gap[alive].any()):
         return "Only rows that see no key show it: a fill constant turns such a row into a mean of all values, and it must be 0"
     with torch.no_grad():
-        ordinary = torch.where(
-            hidden.blind.unsqueeze(-1), hidden.filled(inputs, 2.0, -2.0).run(variant).out, 0
-        )
+        ordinary = torch.where(hidden.blind.unsqueeze(-1), hidden.filled(inputs, 2.0, -2.0).run(variant).out, 0)
     if largest(ordinary - before) > 1e-3 * largest(inputs.value):
         return "The key takes part as if nothing hid it: the rule is dropped on this path, or read for another head, item or row"
     return "Hide a pair with -inf before the normaliser, after everything that mixes scores; a large constant leaves weight behind"
@@ -328,13 +314,7 @@ def _hiding_finite(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_hidden_pairs_have_no_influence, "masks", _hiding_finite, random_too=True),
-    Check(
-        check_hidden_nonfinite_pairs_are_isolated,
-        "masks",
-        _hiding,
-        claims=("isolates_nonfinite",),
-        random_too=True,
-    ),
+    Check(check_hidden_nonfinite_pairs_are_isolated, "masks", _hiding, claims=("isolates_nonfinite",), random_too=True),
     Check(check_the_future_leaves_the_past, "masks", _causal, random_too=True),
     Check(check_ways_to_state_a_mask_agree, "masks", _stated, random_too=True),
     Check(check_absent_keys_equal_removed_keys, "masks", _removal),

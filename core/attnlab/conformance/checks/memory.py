@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.messages import demand
-from attnlab.conformance.watching import Watch
+from attnlab.conformance.checks._watching import Watch
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import Check, Scope
 
 GROWTH = 2.5
 """What a doubled length may do: linear growth doubles; a tile or chunk that is not yet full may round up, a quarter more."""
@@ -101,12 +101,7 @@ def _long_recorded(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(
-        check_largest_intermediate_grows_linearly,
-        "memory",
-        _long,
-        claims=("linear_memory",),
-        asks_more=True,
-        slow=True,
+        check_largest_intermediate_grows_linearly, "memory", _long, claims=("linear_memory",), asks_more=True, slow=True
     ),
     Check(
         check_memory_kept_for_backward_grows_linearly,

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.derivatives import direction_for, gradients, recorded, trained
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.subject import like
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, gradients, recorded, trained
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.running.subject import like
 
 
 def check_copies_agree(variant: Any, case: Case) -> None:
@@ -38,9 +38,7 @@ def check_copies_agree(variant: Any, case: Case) -> None:
                 inputs.run(other).out,
                 expected,
                 rounding_bound(
-                    case.dtype,
-                    terms=reduction_terms(case),
-                    magnitude=max(largest(expected), largest(inputs.value)),
+                    case.dtype, terms=reduction_terms(case), magnitude=max(largest(expected), largest(inputs.value))
                 ),
                 variant,
                 case,
@@ -96,9 +94,7 @@ def _recomputed(variant: Any, inputs: Inputs, direction: Tensor, more: dict[str,
 
     with torch.enable_grad():
         out = checkpoint(run, *leaves.values(), use_reentrant=False)
-        found = torch.autograd.grad(
-            out, list(leaves.values()), direction, allow_unused=True, materialize_grads=True
-        )
+        found = torch.autograd.grad(out, list(leaves.values()), direction, allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 
 

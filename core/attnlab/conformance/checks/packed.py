@@ -9,28 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.derivatives import direction_for, recorded, trained
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand_close, demand_zero
-from attnlab.conformance.tolerances import largest, rounding_bound
-from attnlab.mask import AttentionMask
+from attnlab.conformance.compare.messages import demand_close, demand_zero
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, recorded, trained
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
+from attnlab.visibility import AttentionMask
 
 ADVICE = "Segments hide every pair of two sequences; positions and both alignments restart in each"
 
 # Ids by row: sequences side by side; -1 (absent) at both ends, and an id that no token has; sequences in pieces, out of order.
-SQUARE = (
-    (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2),
-    (-1, 0, 0, 0, 0, 0, 2, 2, 2, 2, -1),
-    (5, 5, 3, 3, 5, 5, 5, -1, 3, 3, 3),
-)
+SQUARE = ((0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2), (-1, 0, 0, 0, 0, 0, 2, 2, 2, 2, -1), (5, 5, 3, 3, 5, 5, 5, -1, 3, 3, 3))
 # Queries of other lengths than the keys above: sequence 2 of the first row is never asked, 1 of the second holds no key.
-QUERIES = (
-    (0, 0, 0, 1, 1, 1, 1, 1),
-    (-1, 0, 0, 1, 1, 2, 2, 2),
-    (3, 5, 5, 3, -1, 5, 3, 3),
-)
+QUERIES = ((0, 0, 0, 1, 1, 1, 1, 1), (-1, 0, 0, 1, 1, 2, 2, 2), (3, 5, 5, 3, -1, 5, 3, 3))
 CUMULATIVE = ((0, 3, 3, 6, 9), (0, 2, 4, 4, 6))
 """Cumulative lengths of queries and of keys: the second sequence has no query, the third no key."""
 
@@ -50,9 +42,7 @@ class Piece:
             n: x[b][:, :, q] if n == "query" else x[b][:, :, k] if n in ("key", "value") else self.part(n, x)
             for n, x in inputs.tensors().items()
         }
-        rest = {
-            n: self.part(n, x) for n, x in inputs.arguments.items() if n not in ("bias", "gates", "segments")
-        }
+        rest = {n: self.part(n, x) for n, x in inputs.arguments.items() if n not in ("bias", "gates", "segments")}
         bare = replace(inputs, arguments={n: x for n, x in inputs.arguments.items() if n != "segments"})
         return bare.rebuilt(named).with_tensors(**rest)
 
@@ -192,18 +182,14 @@ def check_cumulative_lengths_equal_separate_calls(variant: Any, case: Case) -> N
 
 
 def _told(segments: tuple[Tensor, Tensor]) -> str:
-    queries, keys = (
-        " ".join("".join(map(str, row)).replace("-1", "-") for row in ids.tolist()) for ids in segments
-    )
+    queries, keys = (" ".join("".join(map(str, row)).replace("-1", "-") for row in ids.tolist()) for ids in segments)
     return queries if queries == keys else f"{queries} of queries, {keys} of keys"
 
 
 def _segments(case: Case) -> tuple[Tensor, Tensor]:
     """Ids of queries and keys for three rows, square or of other lengths, as the case's sizes say."""
     keys = torch.tensor(SQUARE, device=case.device)
-    queries = (
-        keys.clone() if case.query_length == case.key_length else torch.tensor(QUERIES, device=case.device)
-    )
+    queries = keys.clone() if case.query_length == case.key_length else torch.tensor(QUERIES, device=case.device)
     return queries, keys
 
 
@@ -240,16 +226,7 @@ def _square(scope: Scope, *needs: str) -> Iterable[Case]:
 
 def _across(scope: Scope, *needs: str) -> Iterable[Case]:
     labels = ("", "bottom_right", "top_left")
-    more = (
-        "int_offset",
-        "negative_offset",
-        "batch_offset",
-        "offset_window",
-        "score_mod",
-        "mask_mod",
-        "gqa",
-        "bias",
-    )
+    more = ("int_offset", "negative_offset", "batch_offset", "offset_window", "score_mod", "mask_mod", "gqa", "bias")
     for label in labels if scope.quick else (*labels, *more):
         yield case(*([label] if label else []), needs=("segments", *needs), dtype=scope.base, **CROSS)
 
@@ -280,9 +257,7 @@ def _recorded(scope: Scope) -> Iterable[Case]:
 def _cumulative(scope: Scope) -> Iterable[Case]:
     sizes = {"query_length": 11, "key_length": 8, "dtype": scope.base, "needs": ("segments",)}
     for label in (
-        ("", "bottom_right")
-        if scope.quick
-        else ("", "bottom_right", "top_left", "offset_window", "score_mod")
+        ("", "bottom_right") if scope.quick else ("", "bottom_right", "top_left", "offset_window", "score_mod")
     ):
         yield case(*([label] if label else []), batch=2, **sizes)
 

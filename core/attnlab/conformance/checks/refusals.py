@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from attnlab.capabilities import ASKABLE, DTYPES
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.inputs import Inputs, draw
-from attnlab.conformance.messages import demand, where
-from attnlab.conformance.subject import like
-from attnlab.conformance.watching import Watch
+from attnlab.conformance.checks._watching import Watch
+from attnlab.conformance.compare.messages import demand, where
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.running.subject import like
 from attnlab.errors import InvalidInput, UnsupportedRequest
-from attnlab.mask import AttentionMask
+from attnlab.visibility import AttentionMask
 
 # How each askable of a call is asked for: the arguments, made from plain inputs.
 ASKED: dict[str, Callable[[Inputs], dict[str, Any]]] = {
@@ -28,9 +28,7 @@ ASKED: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "key_mask": lambda x: {
         "key_mask": torch.ones(x.key.shape[0], x.key.shape[2], dtype=torch.bool, device=x.key.device)
     },
-    "mask": lambda x: {
-        "mask": torch.ones(x.query.shape[2], x.key.shape[2], dtype=torch.bool, device=x.key.device)
-    },
+    "mask": lambda x: {"mask": torch.ones(x.query.shape[2], x.key.shape[2], dtype=torch.bool, device=x.key.device)},
     "segments": lambda x: {"segments": (_zeros(x.query), _zeros(x.key))},
     "mask_mod": lambda x: {"mask_mod": lambda b, h, q, k: q >= k},
     "score_mod": lambda x: {"score_mod": lambda score, b, h, q, k: score},
@@ -119,9 +117,7 @@ BAD: dict[str, Callable[[Tensor, Tensor], dict[str, dict[str, Any]]]] = {
         "offset of floats": {"causal": True, "offset": q.new_zeros(q.shape[0])},
         "causal that is a word": {"causal": "bottom_right"},
     },
-    "causal+mask": lambda q, k: {
-        "causal said twice": {"causal": True, "mask": AttentionMask(causal=True)},
-    },
+    "causal+mask": lambda q, k: {"causal said twice": {"causal": True, "mask": AttentionMask(causal=True)}},
     "window": lambda q, k: {
         "negative window": {"window": (-1, 0)},
         "window of one number": {"window": (3,)},
@@ -132,12 +128,8 @@ BAD: dict[str, Callable[[Tensor, Tensor], dict[str, dict[str, Any]]]] = {
         "segments of one tensor": {"segments": torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)},
         "segments of floats": {"segments": (q[:, 0, :, 0], k[:, 0, :, 0])},
     },
-    "mask_mod": lambda q, k: {
-        "mask_mod that is no function": {"mask_mod": True},
-    },
-    "score_mod": lambda q, k: {
-        "score_mod that is no function": {"score_mod": 1.0},
-    },
+    "mask_mod": lambda q, k: {"mask_mod that is no function": {"mask_mod": True}},
+    "score_mod": lambda q, k: {"score_mod that is no function": {"score_mod": 1.0}},
     "bias": lambda q, k: {
         "bias that does not broadcast": {"bias": q.new_zeros(1, 1, q.shape[2], k.shape[2] + 1)},
         "bias with three axes": {"bias": q.new_zeros(q.shape[1], q.shape[2], k.shape[2])},

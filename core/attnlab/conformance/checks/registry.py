@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from attnlab.capabilities import DEVICES, DTYPES
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
-from attnlab.conformance.messages import demand
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 
 def check_registry_row_agrees_with_class(variant: Any, case: Case) -> None:
@@ -66,15 +66,9 @@ def check_claims_are_consistent(variant: Any, case: Case) -> None:
         "The class states the ceiling; __init__ may only narrow",
     )
     demand(
-        bool(have.dtypes & set(DTYPES)),
-        variant,
-        case,
-        "no dtype is declared",
-        f"Declare some of {', '.join(DTYPES)}",
+        bool(have.dtypes & set(DTYPES)), variant, case, "no dtype is declared", f"Declare some of {', '.join(DTYPES)}"
     )
-    demand(
-        bool(have.devices & set(DEVICES)), variant, case, "no device is declared", "Declare cpu, cuda, ..."
-    )
+    demand(bool(have.devices & set(DEVICES)), variant, case, "no device is declared", "Declare cpu, cuda, ...")
     demand(
         not have.gates or bool(variant.gates),
         variant,
@@ -82,17 +76,9 @@ def check_claims_are_consistent(variant: Any, case: Case) -> None:
         "gates are declared and none is specified",
         'Name them: gates = {"beta": GateSpec(...)}',
     )
-    demand(
-        not variant.gates or have.gates,
-        variant,
-        case,
-        "gates are specified and not declared",
-        "Declare gates=True",
-    )
+    demand(not variant.gates or have.gates, variant, case, "gates are specified and not declared", "Declare gates=True")
     if have.double_backward:
-        demand(
-            have.backward, variant, case, "double_backward is claimed without backward", "Declare backward"
-        )
+        demand(have.backward, variant, case, "double_backward is claimed without backward", "Declare backward")
 
 
 def _sorted(names: Iterable[str] | None) -> list[str] | None:

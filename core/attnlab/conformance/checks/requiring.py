@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import agree, declared, differentiated
-from attnlab.conformance.derivatives import direction_for, trained
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.messages import demand
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, trained
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import Check, Scope
 
 
 def check_a_gradient_is_the_same_alone(variant: Any, case: Case) -> None:
@@ -41,9 +41,7 @@ def check_a_gradient_is_the_same_alone(variant: Any, case: Case) -> None:
                     advice,
                 )
                 continue
-            (found,) = torch.autograd.grad(
-                answer, [leaf], direction, allow_unused=True, materialize_grads=True
-            )
+            (found,) = torch.autograd.grad(answer, [leaf], direction, allow_unused=True, materialize_grads=True)
             versus = f"the one of a call where everything needs a gradient (here only {name} does)"
             agree(variant, inputs, answer.detach(), out, versus=versus, advice=advice)
             agree(variant, inputs, found, expected, what=f"gradient of {name}", versus=versus, advice=advice)

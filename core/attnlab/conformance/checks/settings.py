@@ -13,22 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
-from attnlab.conformance.checks._runs import (
-    agree,
-    agree_in_all,
-    declared,
-    differentiated,
-    plainly,
-)
+from attnlab.conformance.checks._runs import agree, agree_in_all, declared, differentiated, plainly
 from attnlab.conformance.checks._settings import RESTORE, settings_kept
 from attnlab.conformance.checks._stepping import NEEDS, feed
-from attnlab.conformance.derivatives import trained
-from attnlab.conformance.draws import reseed, seeded_draws
-from attnlab.conformance.inputs import Inputs, draw
-from attnlab.conformance.messages import demand
-from attnlab.conformance.subject import like
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import trained
+from attnlab.conformance.oracle.draws import reseed, seeded_draws
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
+from attnlab.conformance.running.subject import like
 
 Answer = tuple[Tensor, dict[str, Tensor]]
 
@@ -38,15 +32,14 @@ def check_the_default_dtype_does_not_matter(variant: Any, case: Case) -> None:
     inputs = draw(case, variant)
     have = variant.capabilities
     more = {f"need_{what}": True for what in ("weights", "lse") if what in case.needs}
-    advice = "Give dtype= to every tensor that is made from Python numbers (torch.tensor, arange, full, zeros, linspace)"
+    advice = (
+        "Give dtype= to every tensor that is made from Python numbers (torch.tensor, arange, full, zeros, linspace)"
+    )
 
     def outputs(one: Any) -> dict[str, Tensor]:
         with torch.no_grad(), seeded_draws(case.seed, case.device):
             answer = inputs.run(one, **more)
-        return {
-            n: getattr(answer, n)
-            for n in ("out", *(w for w in ("weights", "lse") if getattr(have, w) and more))
-        }
+        return {n: getattr(answer, n) for n in ("out", *(w for w in ("weights", "lse") if getattr(have, w) and more))}
 
     usual = torch.get_default_dtype()
     expected = outputs(variant)
@@ -55,9 +48,7 @@ def check_the_default_dtype_does_not_matter(variant: Any, case: Case) -> None:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             with seeded_draws(case.seed, case.device):
                 torch.set_default_dtype(usual)
-                fresh = like(variant).to(
-                    inputs.query.device, inputs.query.dtype
-                )  # which keeps no table of a call
+                fresh = like(variant).to(inputs.query.device, inputs.query.dtype)  # which keeps no table of a call
             torch.set_default_dtype(dtype)
             answers[f"a call under torch.set_default_dtype({dtype})"] = outputs(fresh)
         torch.set_default_dtype(torch.float64)
@@ -104,9 +95,7 @@ def check_settings_change_nothing(variant: Any, case: Case) -> None:
             f"anomaly mode finds what the gradients no longer show: {' '.join(str(fault).split())[:200]}",
             "Keep NaN out of the backward (replace before the function that gives it), rather than repair it afterwards",
         )
-    agree_in_all(
-        variant, inputs, got, expected, versus="those without anomaly mode", advice="Let it change nothing"
-    )
+    agree_in_all(variant, inputs, got, expected, versus="those without anomaly mode", advice="Let it change nothing")
     for precision in ("high", "medium"):
         with _matmul_precision(precision, inputs) as heeded:
             if heeded:
@@ -181,13 +170,7 @@ def check_calls_leave_settings_alone(variant: Any, case: Case) -> None:
             if getattr(variant.capabilities, name):
                 with suppress(Exception):
                     inputs.run(variant, **{name: _interrupt})
-                demand(
-                    not torch.is_grad_enabled(),
-                    variant,
-                    case,
-                    "gradients are on after a call that failed",
-                    RESTORE,
-                )
+                demand(not torch.is_grad_enabled(), variant, case, "gradients are on after a call that failed", RESTORE)
     with settings_kept(variant, case, "the call"):
         with seeded_draws(0, case.device):
             _demand_unseeded(variant, case, "calls", lambda: _called(variant, inputs))
@@ -248,9 +231,7 @@ def _matmul_precision(precision: str, inputs: Inputs) -> Iterator[bool]:
 def _deterministic() -> Iterator[None]:
     was = torch.get_deterministic_debug_mode()
     try:
-        torch.set_deterministic_debug_mode(
-            "error"
-        )  # use_deterministic_algorithms() would import the compiler
+        torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms() would import the compiler
         yield
     finally:
         torch.set_deterministic_debug_mode(was)

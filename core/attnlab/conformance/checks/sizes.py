@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import declared
-from attnlab.conformance.derivatives import defined_gradients, direction_for, gradients
-from attnlab.conformance.draws import require_exact
-from attnlab.conformance.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import bound, largest, rounding_bound
-from attnlab.conformance.watching import Watch
+from attnlab.conformance.checks._watching import Watch
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import bound, largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import defined_gradients, direction_for, gradients
+from attnlab.conformance.oracle.draws import require_exact
+from attnlab.conformance.oracle.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 INT32 = 2**31
 """Offsets from here on overflow a signed 32-bit index."""
@@ -42,16 +42,7 @@ def check_any_size_agrees_with_definition(variant: Any, case: Case) -> None:
     exact, limit = exact_and_bound(variant, inputs)
     with torch.no_grad():
         got = inputs.run(variant).out
-    demand_close(
-        got,
-        exact,
-        limit,
-        variant,
-        case,
-        what="out",
-        versus="the float64 definition",
-        advice=ADVICE_SIZES,
-    )
+    demand_close(got, exact, limit, variant, case, what="out", versus="the float64 definition", advice=ADVICE_SIZES)
 
 
 def check_any_size_has_right_gradients(variant: Any, case: Case) -> None:
@@ -190,9 +181,7 @@ def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
         os.truncate(path, size)
         return torch.from_file(str(path), shared=True, size=FAR, dtype=dtype)
     except (OSError, RuntimeError) as fault:
-        raise NotApplicable(
-            f"no {size / 2**30:.0f} GiB of addresses to spread elements over: {fault}"
-        ) from None
+        raise NotApplicable(f"no {size / 2**30:.0f} GiB of addresses to spread elements over: {fault}") from None
 
 
 def _spread(inputs: Inputs, memory: Tensor, axis: int) -> Inputs:
@@ -267,9 +256,7 @@ def _sizes(scope: Scope) -> Iterable[Case]:
     for sizes in quick if scope.quick else (*SMALLEST, *WIDTHS, *HEADS, *LENGTHS):
         yield case(dtype=scope.base, **sizes)
         yield case(
-            "causal" if sizes["query_length"] == sizes["key_length"] else "bottom_right",
-            dtype=scope.base,
-            **sizes,
+            "causal" if sizes["query_length"] == sizes["key_length"] else "bottom_right", dtype=scope.base, **sizes
         )
     usual = (256,) if scope.quick else (16, 32, 64, 192, 256)  # keys; exactly what kernels are tuned for
     for keys in usual:
@@ -286,11 +273,7 @@ def _sizes(scope: Scope) -> Iterable[Case]:
             yield case(label, dtype=scope.base, **sizes)
     # The widths that kernels have a path of their own for, with everything else that such a path may leave out.
     for sizes in WIDTHS[-2:]:
-        for labels in (
-            ("mask", "bias", "scale"),
-            ("key_mask_left", "softcap", "sinks"),
-            ("score_mod", "window"),
-        ):
+        for labels in (("mask", "bias", "scale"), ("key_mask_left", "softcap", "sinks"), ("score_mod", "window")):
             yield case(*declared(scope, *labels), dtype=scope.base, **sizes)
 
 

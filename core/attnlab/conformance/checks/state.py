@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks._stepping import (
     ADVICE,
@@ -21,11 +19,13 @@ from attnlab.conformance.checks._stepping import (
     true_rows,
     truth,
 )
-from attnlab.conformance.derivatives import defined_gradients, direction_for, gradients, recorded, trained
-from attnlab.conformance.features import FEATURES, compatible
-from attnlab.conformance.inputs import Inputs, draw, plain_dtype, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import Bound, bound, largest, rounding_bound
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import Bound, bound, largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import defined_gradients, direction_for, gradients, recorded, trained
+from attnlab.conformance.oracle.features import FEATURES, compatible
+from attnlab.conformance.oracle.inputs import Inputs, draw, plain_dtype, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 
 EVERY_WAY = (("causal",), ("causal", "key_mask_left"), ("causal", "segments"))
 """Cases that are fed in every way that there is."""
@@ -93,11 +93,7 @@ def check_state_gradients_match_definition(variant: Any, case: Case) -> None:
         with torch.enable_grad():
             out, _ = feed(variant, inputs.rebuilt(leaves), sizes, capacity)
             found = torch.autograd.grad(
-                out,
-                [*leaves.values(), *weights.values()],
-                direction,
-                allow_unused=True,
-                materialize_grads=True,
+                out, [*leaves.values(), *weights.values()], direction, allow_unused=True, materialize_grads=True
             )
         for name, got in zip([*leaves, *weights], found, strict=True):
             demand_close(
@@ -216,9 +212,7 @@ def _whole(scope: Scope) -> Iterable[Case]:
     labels = [
         label
         for label, f in FEATURES.items()
-        if "offset" not in f.sets
-        and not {"query_length", "key_length"} & set(f.sizes)
-        and compatible("causal", label)
+        if "offset" not in f.sets and not {"query_length", "key_length"} & set(f.sizes) and compatible("causal", label)
     ]
     yield case("causal", needs=NEEDS, dtype=scope.base)
     for label in QUICK if scope.quick else labels:

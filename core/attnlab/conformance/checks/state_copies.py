@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._stepping import NEEDS, feed, fresh, same, step
-from attnlab.conformance.derivatives import direction_for, recorded
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, recorded
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.errors import InvalidInput, UnsupportedRequest
 
 CUT = 3

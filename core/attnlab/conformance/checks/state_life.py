@@ -9,23 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.checks._stepping import (
-    NEEDS,
-    call,
-    comparable,
-    feed,
-    fresh,
-    same,
-    seen_by_chunks,
-    step,
-    truth,
-)
+from attnlab.conformance.checks._stepping import NEEDS, call, comparable, feed, fresh, same, seen_by_chunks, step, truth
 from attnlab.conformance.checks.independence import item
-from attnlab.conformance.inputs import Inputs, draw
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.subject import like
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.running.subject import like
 from attnlab.errors import AttnlabError, InvalidInput
 from attnlab.state import CacheState, LinearState, RecurrentState, State
 
@@ -254,9 +244,7 @@ def _misfits(variant: Any, inputs: Inputs) -> Iterator[tuple[str, Callable[[], A
         def make() -> Any:
             changed = replace(case, **sizes)
             geometry = changed.geometry
-            sibling = (
-                variant if geometry == case.geometry else like(variant, **geometry).to(inputs.query.device)
-            )
+            sibling = variant if geometry == case.geometry else like(variant, **geometry).to(inputs.query.device)
             theirs = draw(changed, sibling)
             if sibling is not variant:
                 sibling = sibling.to(theirs.query.dtype)

@@ -9,24 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.checks._stepping import (
-    ADVICE,
-    NEEDS,
-    feed,
-    fresh,
-    same,
-    seen_by_chunks,
-    step,
-    truth,
-)
+from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, fresh, same, seen_by_chunks, step, truth
 from attnlab.conformance.checks.absent import CONTENTS, filled
 from attnlab.conformance.checks.independence import item
-from attnlab.conformance.derivatives import direction_for, recorded
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, recorded
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 
 
 def check_masks_may_come_and_go(variant: Any, case: Case) -> None:
@@ -184,16 +175,7 @@ def _come_and_go(scope: Scope) -> Iterable[Case]:
 
 
 def _passing(scope: Scope) -> Iterable[Case]:
-    labels = (
-        "left_window",
-        "mask_of_each",
-        "bias_of_each",
-        "scale",
-        "softcap",
-        "score_mod",
-        "mask_mod",
-        "sinks",
-    )
+    labels = ("left_window", "mask_of_each", "bias_of_each", "scale", "softcap", "score_mod", "mask_mod", "sinks")
     for label in labels[:1] if scope.quick else labels:
         yield case("causal", label, needs=NEEDS, dtype=scope.base)
 
@@ -201,22 +183,11 @@ def _passing(scope: Scope) -> Iterable[Case]:
 def _asked(scope: Scope) -> Iterable[Case]:
     labels = ["", "key_mask_left"]
     if not scope.quick:
-        labels += [
-            "gqa",
-            "sinks",
-            "left_window",
-            "mask",
-            "mask_of_each",
-            "hiding_bias",
-            "score_mod",
-            "softcap",
-        ]
+        labels += ["gqa", "sinks", "left_window", "mask", "mask_of_each", "hiding_bias", "score_mod", "softcap"]
         labels += ["segments"]
     for what in ("weights", "lse"):
         for label in labels:
-            yield case(
-                "causal", *([label] if label else []), needs=(*NEEDS, what), dtype=scope.base, note=what
-            )
+            yield case("causal", *([label] if label else []), needs=(*NEEDS, what), dtype=scope.base, note=what)
         if not scope.quick:
             for dtype in scope.dtypes:
                 if dtype != scope.base:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._stepping import NEEDS, feed, fresh, same, step
-from attnlab.conformance.derivatives import recorded
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.messages import demand
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import recorded
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import Check, Scope
 from attnlab.state import CacheState
 
 
@@ -30,11 +30,7 @@ def check_capacity_changes_nothing(variant: Any, case: Case) -> None:
             ways.append(("left out, as dtype and device are", None))
         for capacity, content in ways:
             start, parts = 0, []
-            state = (
-                variant.init_state(case.batch)
-                if isinstance(capacity, str)
-                else fresh(variant, inputs, capacity)
-            )
+            state = variant.init_state(case.batch) if isinstance(capacity, str) else fresh(variant, inputs, capacity)
             for size in sizes:
                 if content is not None and isinstance(state, CacheState):
                     state.key[:, :, state.length :] = content
@@ -123,9 +119,7 @@ def check_modes_agree_while_decoding(variant: Any, case: Case) -> None:
         variant.train(was)
 
 
-def _judge(
-    variant: Any, case: Case, state: Any, kind: type, length: int, summed: bool, dtype: torch.dtype
-) -> None:
+def _judge(variant: Any, case: Case, state: Any, kind: type, length: int, summed: bool, dtype: torch.dtype) -> None:
     demand(
         type(state) is kind,
         variant,
@@ -167,9 +161,7 @@ def _lengths(scope: Scope) -> Iterable[Case]:
 
 def _stores(scope: Scope) -> Iterable[Case]:
     few = ("", "key_mask_left")
-    labels = (
-        few if scope.quick else (*few, "gqa", "left_window", "mask", "bias", "segments", "score_mod", "sinks")
-    )
+    labels = few if scope.quick else (*few, "gqa", "left_window", "mask", "bias", "segments", "score_mod", "sinks")
     yield from (case("causal", *([x] if x else []), needs=NEEDS, dtype=scope.base) for x in labels)
     if not scope.quick:
         yield case(needs=("state",), dtype=scope.base)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._stepping import (
     ADVICE,
     NEEDS,
@@ -24,9 +22,11 @@ from attnlab.conformance.checks._stepping import (
     truth,
     up_to,
 )
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import Bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import Bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.errors import InvalidInput
 
 OFFSETS: tuple[str | int | list[int], ...] = ("bottom_right", 0, 1, -1, -2, -3, [1, -1, 0])

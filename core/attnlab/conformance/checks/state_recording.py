@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._stepping import NEEDS, feed, same, step
-from attnlab.conformance.derivatives import direction_for, recorded
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, recorded
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 from attnlab.errors import UnsupportedRequest
 
 PROMPT = 3
@@ -33,21 +33,14 @@ def check_recorded_and_unrecorded_steps_mix(variant: Any, case: Case) -> None:
             usual = _prompt_gradients(variant, inputs, names, capacity, None, expected)
             for kept in (PROMPT, PROMPT - 1):
                 mixed = _prompt_gradients(variant, inputs, names, capacity, kept, expected)
-                _agree(
-                    variant, inputs, mixed, usual, f"a prompt before unrecorded steps, capacity {capacity}"
-                )
+                _agree(variant, inputs, mixed, usual, f"a prompt before unrecorded steps, capacity {capacity}")
         usual = _step_gradients(variant, inputs, True, capacity)
         mixed = _step_gradients(variant, inputs, False, capacity)
         _agree(variant, inputs, mixed, usual, f"steps after an unrecorded prompt, capacity {capacity}")
 
 
 def _prompt_gradients(
-    variant: Any,
-    inputs: Inputs,
-    names: tuple[str, ...],
-    capacity: int | None,
-    kept: int | None,
-    expected: Tensor,
+    variant: Any, inputs: Inputs, names: tuple[str, ...], capacity: int | None, kept: int | None, expected: Tensor
 ) -> dict[str, Tensor]:
     """Gradients of a recorded prompt by the inputs of these names, after unrecorded steps that follow its first `kept` tokens."""
     case = inputs.case
@@ -80,18 +73,12 @@ def _prompt_gradients(
     except RuntimeError as fault:
         told = " ".join(str(fault).split())[:160]
         demand(
-            False,
-            variant,
-            case,
-            f"the gradient of a recorded prompt is gone after unrecorded steps: {told}",
-            ADVICE,
+            False, variant, case, f"the gradient of a recorded prompt is gone after unrecorded steps: {told}", ADVICE
         )
     return dict(zip(leaves, found, strict=True))
 
 
-def _step_gradients(
-    variant: Any, inputs: Inputs, past_in_graph: bool, capacity: int | None
-) -> dict[str, Tensor]:
+def _step_gradients(variant: Any, inputs: Inputs, past_in_graph: bool, capacity: int | None) -> dict[str, Tensor]:
     """Gradients of the steps after a prompt by their own tokens."""
     with torch.set_grad_enabled(past_in_graph):
         leaves = recorded(inputs.tensors())
@@ -100,18 +87,12 @@ def _step_gradients(
     with torch.enable_grad():
         out = step(variant, part, PROMPT, inputs.case.query_length, state).out
     found = torch.autograd.grad(
-        out,
-        list(leaves.values()),
-        direction_for(inputs)[:, :, PROMPT:],
-        allow_unused=True,
-        materialize_grads=True,
+        out, list(leaves.values()), direction_for(inputs)[:, :, PROMPT:], allow_unused=True, materialize_grads=True
     )
     return {name: g[:, :, PROMPT:] if g.dim() > 2 else g for name, g in zip(leaves, found, strict=True)}
 
 
-def _agree(
-    variant: Any, inputs: Inputs, mixed: dict[str, Tensor], usual: dict[str, Tensor], word: str
-) -> None:
+def _agree(variant: Any, inputs: Inputs, mixed: dict[str, Tensor], usual: dict[str, Tensor], word: str) -> None:
     case = inputs.case
     for name, wanted in usual.items():
         size = max(largest(wanted), largest(direction_for(inputs)) * largest(inputs.value))
@@ -128,9 +109,7 @@ def _agree(
 
 
 def _recorded(scope: Scope) -> Iterable[Case]:
-    for labels in (
-        ((), ("key_mask_left",)) if scope.quick else ((), ("key_mask_left",), ("segments",), ("gqa",))
-    ):
+    for labels in ((), ("key_mask_left",)) if scope.quick else ((), ("key_mask_left",), ("segments",), ("gqa",)):
         yield case("causal", *labels, needs=(*NEEDS, "backward"), dtype=scope.base)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
-from attnlab.conformance.inputs import Inputs, draw, reduction_terms
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.running.check import Check, Scope
 
 
 def check_strides_do_not_matter(variant: Any, case: Case) -> None:
@@ -72,10 +72,7 @@ def _strided(inputs: Inputs) -> Iterable[tuple[str, Inputs]]:
         ("width-first", turned),
         ("overlapping", overlapping),
     ):
-        yield (
-            f"{word} query, key, value",
-            inputs.with_tensors(**{n: change(getattr(inputs, n)) for n in names}),
-        )
+        yield (f"{word} query, key, value", inputs.with_tensors(**{n: change(getattr(inputs, n)) for n in names}))
         for name in names:
             yield f"{word} {name}", inputs.with_tensors(**{name: change(getattr(inputs, name))})
     if inputs.key.shape == inputs.value.shape:
@@ -110,9 +107,7 @@ def _strided(inputs: Inputs) -> Iterable[tuple[str, Inputs]]:
 def _contiguous(inputs: Inputs) -> Inputs:
     copies = {n: x.contiguous().clone() for n, x in inputs.tensors().items()}
     extra = {
-        n: x.contiguous().clone()
-        for n, x in inputs.arguments.items()
-        if isinstance(x, Tensor) and n not in copies
+        n: x.contiguous().clone() for n, x in inputs.arguments.items() if isinstance(x, Tensor) and n not in copies
     }
     return inputs.rebuilt(copies).with_tensors(**extra)
 

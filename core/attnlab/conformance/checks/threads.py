@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._runs import agree, agree_in_all, declared, plainly
 from attnlab.conformance.checks._settings import settings_kept
 from attnlab.conformance.checks._stepping import NEEDS, feed
-from attnlab.conformance.derivatives import direction_for, recorded, trained
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.inputs import Inputs, draw
-from attnlab.conformance.messages import demand
-from attnlab.conformance.watching import DispatchMode
+from attnlab.conformance.checks._watching import DispatchMode
+from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, recorded, trained
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, Scope
 
 LONGEST = 60.0  # seconds for two small calls
 PATIENCE = 0.5
@@ -61,9 +61,7 @@ def check_threads_share_an_instance(variant: Any, case: Case) -> None:
                 ADVICE,
             )
             assert not isinstance(got, Exception)
-            agree_in_all(
-                variant, one, got, expected, versus="the call alone (this is beside another)", advice=ADVICE
-            )
+            agree_in_all(variant, one, got, expected, versus="the call alone (this is beside another)", advice=ADVICE)
 
 
 def check_overlapping_calls_keep_their_own(variant: Any, case: Case) -> None:
@@ -194,9 +192,7 @@ def _taking_turns(jobs: list[Callable[[], Answer]], files: set[str]) -> list[Ans
 
 def _files_of(variant: Any) -> set[str]:
     """The files that hold the code of the variant's own classes."""
-    own = [
-        cls for cls in type(variant).__mro__ if cls.__module__.partition(".")[0] not in ("torch", "builtins")
-    ]
+    own = [cls for cls in type(variant).__mro__ if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
     functions = [f for cls in own for f in vars(cls).values() if isinstance(f, FunctionType)]
     return {f.__code__.co_filename for f in functions}
 
@@ -244,7 +240,7 @@ def _gradients(
 
 def _partner(case: Case, variant: Any) -> Inputs:
     """A longer call of other contents that asks for less: without the case's first feature that is no size."""
-    from attnlab.conformance.features import FEATURES
+    from attnlab.conformance.oracle.features import FEATURES
 
     dropped = next((x for x in case.features if not FEATURES[x].sizes), None)
     features = tuple(x for x in case.features if x != dropped or "state" in case.needs)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.weights import require_defined
-from attnlab.conformance.derivatives import direction_for, recorded, trained
-from attnlab.conformance.draws import require_exact
-from attnlab.conformance.inputs import Inputs, define, draw, parameters_of, plain_dtype, reduction_terms
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import bound, largest
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import bound, largest
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, recorded, trained
+from attnlab.conformance.oracle.draws import require_exact
+from attnlab.conformance.oracle.inputs import Inputs, define, draw, parameters_of, plain_dtype, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 
 def check_gradients_flow_through_weights(variant: Any, case: Case) -> None:
@@ -25,9 +25,7 @@ def check_gradients_flow_through_weights(variant: Any, case: Case) -> None:
     `NotApplicable` where the definition's weights depend on neither, as those of fixed places do.
     """
     if variant.capabilities.weights != "in_graph":
-        raise NotApplicable(
-            f"weights are {variant.capabilities.weights!r}, only 'in_graph' promises gradients"
-        )
+        raise NotApplicable(f"weights are {variant.capabilities.weights!r}, only 'in_graph' promises gradients")
     inputs = draw(case, variant)
     require_exact(variant, inputs)
     generator = torch.Generator().manual_seed(case.seed + 3)

@@ -15,19 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
-from attnlab.conformance.checks._runs import (
-    agree,
-    agree_in_all,
-    declared,
-    differentiated,
-    plainly,
-)
-from attnlab.conformance.derivatives import direction_for, trained
-from attnlab.conformance.draws import seeded_draws
-from attnlab.conformance.inputs import draw
-from attnlab.conformance.subject import like
+from attnlab.conformance.checks._runs import agree, agree_in_all, declared, differentiated, plainly
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.derivatives import direction_for, trained
+from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
+from attnlab.conformance.running.subject import like
 from attnlab.errors import AttnlabError
 
 
@@ -104,9 +98,7 @@ def check_a_mapped_axis_equals_a_loop(variant: Any, case: Case) -> None:
         ("last for query, second for key, none for value", dict.fromkeys(own, 0) | _SPREAD),
         ("only value's, third", dict.fromkeys(own) | {"value": 2}),
     ):
-        stacked = {
-            n: own[n] if at is None else torch.stack([m[n] for m in mates], dim=at) for n, at in axes.items()
-        }
+        stacked = {n: own[n] if at is None else torch.stack([m[n] for m in mates], dim=at) for n, at in axes.items()}
         alone = [{n: own[n] if axes[n] is None else m[n] for n in own} for m in mates]
         with torch.no_grad():
             expected = torch.stack([inputs.rebuilt(m).run(variant).out for m in alone])
@@ -157,9 +149,7 @@ def _transformed(run: Callable[[], Any]) -> Any:
     except AttnlabError:
         raise
     except Exception as refusal:
-        raise NotApplicable(
-            f"torch.func cannot transform it: {' '.join(str(refusal).split())[:200]}"
-        ) from None
+        raise NotApplicable(f"torch.func cannot transform it: {' '.join(str(refusal).split())[:200]}") from None
 
 
 def _with_parameters(scope: Scope) -> Iterable[Case]:

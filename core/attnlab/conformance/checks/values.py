@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.advice import about, of_precision
-from attnlab.conformance.cases import Case, case, in_dtypes, pairs, singles
-from attnlab.conformance.check import Check, Scope
 from attnlab.conformance.checks._means import demand_right_mean
 from attnlab.conformance.checks._runs import declared
-from attnlab.conformance.conditioning import exact_and_bound_of_draws
-from attnlab.conformance.draws import gives_up_exact_silently, is_random
-from attnlab.conformance.features import FEATURES, compatible
-from attnlab.conformance.inputs import Inputs, defined_and_bound, draw, exact_and_bound
-from attnlab.conformance.messages import demand_close
-from attnlab.conformance.tolerances import Bound
+from attnlab.conformance.compare.advice import about, of_precision
+from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.tolerances import Bound
+from attnlab.conformance.oracle.cases import Case, case, in_dtypes, pairs, singles
+from attnlab.conformance.oracle.conditioning import exact_and_bound_of_draws
+from attnlab.conformance.oracle.draws import gives_up_exact_silently, is_random
+from attnlab.conformance.oracle.features import FEATURES, compatible
+from attnlab.conformance.oracle.inputs import Inputs, defined_and_bound, draw, exact_and_bound
+from attnlab.conformance.running.check import Check, Scope
 
 QUICK_PAIRS = 23  # a prime stride through the list of pairs: every label is met, no two runs differ
 
@@ -44,10 +44,7 @@ def check_agrees_with_definition(variant: Any, case: Case) -> None:
 def check_survives_large_scores(variant: Any, case: Case) -> None:
     """Queries 30 times as large, in float64 300 times: scores past the range of exp neither overflow nor lose the sum."""
     draws = [draw(replace(case, seed=case.seed + n), variant) for n in (0, 31, 32)]
-    wide = case.dtype == "float64" and variant.family in (
-        "score",
-        "plain",
-    )  # exp ends at 709 there, at 88 in float32
+    wide = case.dtype == "float64" and variant.family in ("score", "plain")  # exp ends at 709 there, at 88 in float32
     draws = [one.with_tensors(query=one.query * (300 if wide else 30)) for one in draws]
     _compare(
         variant,
@@ -63,10 +60,7 @@ def check_survives_large_scores(variant: Any, case: Case) -> None:
 
 
 def _compare(
-    variant: Any,
-    inputs: Inputs,
-    advice: str | Callable[[], str],
-    judged: tuple[torch.Tensor, Bound] | None = None,
+    variant: Any, inputs: Inputs, advice: str | Callable[[], str], judged: tuple[torch.Tensor, Bound] | None = None
 ) -> None:
     with torch.no_grad():
         got = inputs.run(variant).out
@@ -119,34 +113,20 @@ def _agreement(scope: Scope) -> Iterable[Case]:
         yield case("window", "key_mask_holes", dtype=base, query_length=193, key_length=193)
         yield case("offset_window", "value_dim", dtype=base, query_length=130, key_length=259)
         yield case(*declared(scope, "window", "bias", "sinks"), dtype=base, query_length=67, key_length=131)
-        yield case(
-            *declared(scope, "key_lengths", "mask_per_head"), dtype=base, query_length=131, key_length=70
-        )
+        yield case(*declared(scope, "key_lengths", "mask_per_head"), dtype=base, query_length=131, key_length=70)
     yield from _decoding(scope)
     yield from together(scope, 6 if scope.quick else 60)
 
 
 def _decoding(scope: Scope) -> Iterable[Case]:
     """Few queries over many keys, and the reverse; in the precise dtype, so that one key among many is seen."""
-    few = {
-        "batch": 1,
-        "dtype": scope.precise,
-        "query_length": 3,
-        "key_length": 150 if scope.stepwise else 600,
-    }
+    few = {"batch": 1, "dtype": scope.precise, "query_length": 3, "key_length": 150 if scope.stepwise else 600}
     for labels in (("bottom_right",), ("left_window",), ("key_mask_holes", "bias")):
         yield case(*declared(scope, *labels), **few, needs=("cross_lengths",))
     yield case(*declared(scope, "bottom_right", "gqa"), **{**few, "query_length": 300, "key_length": 5})
     yield case(
         *declared(scope, "causal"),
-        **{
-            **few,
-            "dtype": scope.base,
-            "query_length": 260,
-            "key_length": 260,
-            "num_heads": 1,
-            "num_kv_heads": 1,
-        },
+        **{**few, "dtype": scope.base, "query_length": 260, "key_length": 260, "num_heads": 1, "num_kv_heads": 1},
     )
     yield case(*declared(scope, "bottom_right"), **{**few, "dtype": scope.base})
     if not scope.quick:
@@ -154,9 +134,7 @@ def _decoding(scope: Scope) -> Iterable[Case]:
         yield case(*declared(scope, "bottom_right"), **{**few, "key_length": many}, needs=("cross_lengths",))
 
 
-HIDING = frozenset(
-    {"causal", "window", "key_mask", "key_lengths", "query_lengths", "segments", "mask", "mask_mod"}
-)
+HIDING = frozenset({"causal", "window", "key_mask", "key_lengths", "query_lengths", "segments", "mask", "mask_mod"})
 
 
 def together(scope: Scope, count: int) -> Iterable[Case]:

@@ -8,22 +8,15 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.cases import Case, case
-from attnlab.conformance.check import Check, NotApplicable, Scope
 from attnlab.conformance.checks._averages import mixed, require_average
 from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks.laws import no_null_slot
 from attnlab.conformance.checks.values import together
-from attnlab.conformance.inputs import (
-    attended,
-    define,
-    draw,
-    exact_and_bound,
-    judging,
-    reduction_terms,
-)
-from attnlab.conformance.messages import demand, demand_close
-from attnlab.conformance.tolerances import largest, rounding_bound
+from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.compare.tolerances import largest, rounding_bound
+from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.inputs import attended, define, draw, exact_and_bound, judging, reduction_terms
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 
 def check_weights_match_definition(variant: Any, case: Case) -> None:
@@ -59,13 +52,7 @@ def check_weights_of_a_row_sum_to_one(variant: Any, case: Case) -> None:
     more: dict[str, Any] = {"dropout_p": 0.5} if "dropout" in case.needs else {}
     with torch.no_grad():
         got = inputs.run(variant, need_weights=True, **more).weights
-    demand(
-        got is not None,
-        variant,
-        case,
-        "weights were asked for and are None",
-        "Return them in AttentionOutput",
-    )
+    demand(got is not None, variant, case, "weights were asked for and are None", "Return them in AttentionOutput")
     sums = got.to(torch.float64).sum(dim=-1)
     expected = attended(variant, inputs).to(torch.float64)
     if variant.capabilities.null_key:  # its slot takes weight that is not returned
@@ -91,10 +78,7 @@ def check_lse_matches_definition(variant: Any, case: Case) -> None:
         got = inputs.run(variant, need_lse=True).lse
     require_defined(variant, "lse", define(variant, inputs))
     if got is not None and got.isfinite().sum() > 8:
-        for narrow in (
-            torch.bfloat16,
-            torch.float16,
-        ):  # dozens of numbers with 24 bits each do not all end after 11
+        for narrow in (torch.bfloat16, torch.float16):  # dozens of numbers with 24 bits each do not all end after 11
             demand(
                 not torch.equal(got, got.to(narrow).to(got.dtype)),
                 variant,
@@ -219,18 +203,10 @@ def _sums(scope: Scope) -> Iterable[Case]:
 
 
 def _mixing(scope: Scope) -> Iterable[Case]:
-    for labels in (
-        (),
-        ("causal", "gqa"),
-        ("mask", "sinks"),
-        ("key_mask_left", "value_dim"),
-        ("score_mod", "softcap"),
-    ):
+    for labels in ((), ("causal", "gqa"), ("mask", "sinks"), ("key_mask_left", "value_dim"), ("score_mod", "softcap")):
         for dtype in dict.fromkeys((scope.base, scope.precise)):
             yield case(*declared(scope, *labels), needs=("weights",), dtype=dtype)
-    yield case(
-        *declared(scope, "causal"), needs=("weights",), dtype=scope.base, query_length=70, key_length=70
-    )
+    yield case(*declared(scope, "causal"), needs=("weights",), dtype=scope.base, query_length=70, key_length=70)
 
 
 CHECKS = (
@@ -238,11 +214,5 @@ CHECKS = (
     Check(check_weights_of_a_row_sum_to_one, "weights", _sums, claims=("normalised",), random_too=True),
     Check(check_lse_matches_definition, "weights", _cases("lse")),
     Check(check_asking_for_more_changes_nothing, "weights", _cases(), asks_more=True),
-    Check(
-        check_out_is_weights_times_value,
-        "weights",
-        _mixing,
-        claims=("linear_in_value",),
-        random_too=True,
-    ),
+    Check(check_out_is_weights_times_value, "weights", _mixing, claims=("linear_in_value",), random_too=True),
 )

@@ -28,12 +28,7 @@ def delta_kernel(
     sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     line = first + tl.arange(0, how.BLOCK_M)
     if grad_lse is not None:
-        at = (
-            grad_lse
-            + b * grad_lse_strides[0]
-            + h * grad_lse_strides[1]
-            + line.to(tl.int64) * grad_lse_strides[2]
-        )
+        at = grad_lse + b * grad_lse_strides[0] + h * grad_lse_strides[1] + line.to(tl.int64) * grad_lse_strides[2]
         sums -= tl.load(at, mask=line < Lq, other=0.0)
     tl.store(delta + pair_head.to(tl.int64) * Lq + line, sums, mask=line < Lq)
 
@@ -77,23 +72,7 @@ def weights(
     x, t = scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, how)
     if compare:
         seen = visible(
-            rows,
-            cols,
-            b,
-            h,
-            q0,
-            k0,
-            Lq,
-            Lk,
-            least,
-            greatest,
-            segment,
-            low,
-            high,
-            marks,
-            extras,
-            allowed_strides,
-            how,
+            rows, cols, b, h, q0, k0, Lq, Lk, least, greatest, segment, low, high, marks, extras, allowed_strides, how
         )
         x = tl.where(seen, x, float("-inf"))
     p = tl.exp2(tl.minimum(x - sums, 0.0))  # above 0 by rounding alone, which for huge scores could overflow

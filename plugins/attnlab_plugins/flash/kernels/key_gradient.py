@@ -9,14 +9,7 @@ import triton.language as tl
 
 from attnlab_plugins.flash.kernels.gradients import load_sums, score_gradients, weights
 from attnlab_plugins.flash.kernels.spans import query_span
-from attnlab_plugins.flash.kernels.tile import (
-    load_queries,
-    load_rows,
-    narrow,
-    product,
-    row_rules,
-    store_rows,
-)
+from attnlab_plugins.flash.kernels.tile import load_queries, load_rows, narrow, product, row_rules, store_rows
 
 
 @triton.jit(do_not_specialize=["low", "high", "Lq", "Lk"])

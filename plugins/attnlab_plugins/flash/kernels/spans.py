@@ -166,15 +166,11 @@ def summary_kernel(segments, lows, highs, summary, length, BLOCK: tl.constexpr):
     tl.store(at + 1, tl.max(tl.where(there, ids, -most), 0))
     low = tl.full([], 0, tl.int64)
     if lows is not None:
-        low = tl.min(
-            tl.where(there, tl.load(lows + base + i, mask=i < length, other=0).to(tl.int64), most), 0
-        )
+        low = tl.min(tl.where(there, tl.load(lows + base + i, mask=i < length, other=0).to(tl.int64), most), 0)
     tl.store(at + 2, low)
     high = tl.full([], 0, tl.int64)
     if highs is not None:
-        high = tl.max(
-            tl.where(there, tl.load(highs + base + i, mask=i < length, other=0).to(tl.int64), -most), 0
-        )
+        high = tl.max(tl.where(there, tl.load(highs + base + i, mask=i < length, other=0).to(tl.int64), -most), 0)
     tl.store(at + 3, high)
 
 

@@ -73,15 +73,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(
-    base,
-    x,
-    first,
-    length,
-    strides,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    how: tl.constexpr,
+    base, x, first, length, strides, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, how: tl.constexpr
 ):
     """The counterpart of `load_rows`: what lies beyond length or WIDTH is not stored."""
     at = row_pointers(base, first, strides, BLOCK, PADDED, how)
@@ -100,19 +92,7 @@ def load_queries(base, first, Lq, strides, BOUNDED: tl.constexpr, how: tl.conste
 
 @triton.jit
 def load_pairs(
-    base,
-    strides,
-    rows,
-    cols,
-    b,
-    h,
-    q0,
-    k0,
-    Lq,
-    Lk,
-    PER_QUERY: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    how: tl.constexpr,
+    base, strides, rows, cols, b, h, q0, k0, Lq, Lk, PER_QUERY: tl.constexpr, PER_KEY: tl.constexpr, how: tl.constexpr
 ):
     """A tile of a tensor over pairs; one row or one column of it where the other axis broadcasts. 0 outside.
 
@@ -158,19 +138,7 @@ def scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, h
         x = s * scoring.scale
     if extras.bias is not None:
         bias = load_pairs(
-            extras.bias,
-            bias_strides,
-            rows,
-            cols,
-            b,
-            h,
-            q0,
-            k0,
-            Lq,
-            Lk,
-            how.BIAS_PER_QUERY,
-            how.BIAS_PER_KEY,
-            how,
+            extras.bias, bias_strides, rows, cols, b, h, q0, k0, Lq, Lk, how.BIAS_PER_QUERY, how.BIAS_PER_KEY, how
         )
         # Only -inf hides: what is finite stays finite in units of log2.
         bias = bias.to(tl.float32)

@@ -1,0 +1,1 @@
+"""Comparison of an answer with the right one: tolerances, messages and advice."""

@@ -1,0 +1,1 @@
+"""Modules at model width: `MultiHeadAttention`, gate projections and a short convolution."""

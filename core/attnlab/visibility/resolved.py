@@ -1,0 +1,476 @@
+"""Visibility: an AttentionMask met with the shapes of one call. Needs torch; handed to variants in `Call`.
+
+Notation: B batch, H query heads, Lq queries, Lk keys (past ones included, where there is a state).
+Query `i` stands at `i + offset`, key `j` at `j`; in segments both restart. The caller's rules (causal, window, mask_mod,
+score_mod) mean these positions. A formula that reads where a sequence begins (sink tokens, a table indexed by position)
+means the unpadded ones, counted from the first present key of the row, so that a row with padding on its left is the row alone.
+Nothing here reads the value of a tensor: positions and comparisons stay on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlab._lengths import holds
+from attnlab.errors import InvalidInput
+from attnlab.visibility.mask import AttentionMask, MaskMod
+from attnlab.visibility.parts import (
+    also,
+    broadcast_rows,
+    check_shape,
+    checked_allowed,
+    checked_mod,
+    columns_at,
+    count_of,
+    joined,
+    moved_back,
+    past_ids,
+    ranks,
+    rows,
+    slice_axis,
+    with_past,
+    within_left,
+    without_columns,
+)
+from attnlab.visibility.positions import leading_of, span_of, unpadded_positions
+from attnlab.visibility.values import check_values
+
+_FAR = 1 << 62
+
+
+class Forgotten(NamedTuple):
+    """The keys from `start` to `stop` that a state no longer holds.
+
+    front `[B, start]`: which keys the first `start` columns hold, where these are not the first `start` keys; a column that
+    would hold a key from `stop` on holds none.
+    """
+
+    start: int
+    stop: int
+    front: Tensor | None = None
+
+    def placed(self, weights: Tensor) -> Tensor:
+        """Weights `[B, H, Lq, held]` over the keys that are held as weights `[B, H, Lq, Lk]` over all of them; those of forgotten keys are 0."""
+        first, rest = weights[..., : self.start], weights[..., self.start :]
+        gone = weights.new_zeros(*weights.shape[:3], self.stop - self.start)
+        if self.front is None:
+            return torch.cat([first, gone, rest], -1)
+        others = torch.cat([torch.zeros_like(first), gone, rest], -1)
+        index = self.front.clamp(max=others.shape[3] - 1)[:, None, None].expand_as(first)
+        return others.scatter_add(3, index, first)
+
+    def taken(self, weights: Tensor) -> Tensor:
+        """The inverse of `placed`."""
+        rest = weights[..., self.stop :]
+        if self.front is None:
+            return torch.cat([weights[..., : self.start], rest], -1)
+        first = columns_at(weights, self.front) * (self.front < self.stop)[:, None, None]
+        return torch.cat([first, rest], -1)
+
+
+class Visibility:
+    """Who sees whom in one call, by tiles or whole.
+
+    `key_present [B, Lk]` and `query_present [B, Lq]` (or None: all) are the absent slots; the gate has
+    already cleaned them and zeroes the rows of absent queries afterwards, so `tile` and `dense` speak of
+    present queries only. The first `sink_tokens` unpadded positions are exempt from `left`, not from `strict_left`, which is set
+    beside it where it is the larger of two bounds. `offset` is an int, an integer tensor `[B]`, or `[B, Lq]` inside segments.
+    `padded_left`: whether a row may begin with absent keys; `past_leading [B]`: with how many of the past, for states that do not
+    keep `key_present`. `known_dense` is what `dense` gives where somebody has built it already.
+    """
+
+    __slots__ = (
+        "_key_positions",
+        "_query_positions",
+        "_unpadded",
+        "allowed",
+        "batch",
+        "device",
+        "key_length",
+        "key_present",
+        "key_segments",
+        "known_dense",
+        "left",
+        "mask_mod",
+        "num_heads",
+        "offset",
+        "padded_left",
+        "past",
+        "past_leading",
+        "query_length",
+        "query_present",
+        "query_segments",
+        "right",
+        "sink_tokens",
+        "strict_left",
+    )
+
+    def __init__(self, batch: int, num_heads: int, query_length: int, key_length: int, device: torch.device) -> None:
+        self.batch, self.num_heads, self.device = batch, num_heads, device
+        self.query_length, self.key_length = query_length, key_length
+        self.left: int | None = None
+        self.strict_left: int | None = None
+        self.right: int | None = None
+        self.sink_tokens = 0
+        self.offset: int | Tensor = 0
+        self.key_present: Tensor | None = None
+        self.query_present: Tensor | None = None
+        self.query_segments: Tensor | None = None
+        self.key_segments: Tensor | None = None
+        self.allowed: Tensor | None = None
+        self.mask_mod: MaskMod | None = None
+        self._query_positions: Tensor | None = None
+        self._key_positions: Tensor | None = None
+        self._unpadded: tuple[Tensor, Tensor] | None = None
+        self.padded_left = False
+        self.past = 0
+        self.past_leading: Tensor | None = None
+        self.known_dense: Tensor | None = None
+
+    @classmethod
+    def resolve(
+        cls,
+        mask: AttentionMask,
+        *,
+        batch: int,
+        num_heads: int,
+        query_length: int,
+        key_length: int,
+        device: torch.device,
+        subject: str = "mask",
+        past: int | None = None,
+        past_present: Tensor | None = None,
+        past_segments: Tensor | None = None,
+        past_leading: Tensor | None = None,
+    ) -> Visibility:
+        """Judge the mask's shapes against the call's, settle offset and positions.
+
+        `key_length` counts past and new; `past` is the state's length, None without a state; the other `past_` arguments are what
+        the state keeps (`State`). Raises `InvalidInput`, whose message opens with `subject`.
+        """
+        new_length = key_length - (past or 0)
+        v = cls(batch, num_heads, query_length, key_length, device)
+        if mask.window is not None:
+            v.left, v.right = mask.window
+        if mask.causal:
+            v.right = 0 if v.right is None else min(v.right, 0)
+        v.allowed = checked_allowed(mask.allowed, v, subject, past is not None)
+        v.mask_mod = mask.mask_mod
+        key_mask = mask.key_mask
+        if key_mask is not None:
+            check_shape(subject, "key_mask", key_mask, (batch, new_length), "[B, Lk]", device)
+        for name, lengths in (("key_lengths", mask.key_lengths), ("query_lengths", mask.query_lengths)):
+            if lengths is not None:
+                check_shape(subject, name, lengths, (batch,), "[B]", device)
+        check_values(mask, query_length, new_length, subject)
+        if mask.key_lengths is not None:
+            counted = torch.arange(new_length, device=device) < mask.key_lengths[:, None]  # [B, new]
+            key_mask = counted if key_mask is None else key_mask & counted
+        if mask.query_lengths is not None:
+            v.query_present = torch.arange(query_length, device=device) < mask.query_lengths[:, None]  # [B, Lq]
+        if mask.segments is not None:
+            query_ids, key_ids = (broadcast_rows(ids, batch) for ids in mask.segments)
+            check_shape(subject, "segments query_ids", query_ids, (batch, query_length), "[B, Lq]", device)
+            check_shape(subject, "segments key_ids", key_ids, (batch, new_length), "[B, Lk]", device)
+            present = query_ids >= 0
+            v.query_present = present if v.query_present is None else v.query_present & present
+            key_mask = key_ids >= 0 if key_mask is None else key_mask & (key_ids >= 0)
+            v.query_segments = query_ids
+            v.key_segments = (
+                key_ids if not past else torch.cat([past_ids(past_segments, batch, past, device), key_ids], 1)
+            )
+        elif past_segments is not None:
+            raise InvalidInput(f"{subject}: the state holds segments, so its new tokens need segments= as well")
+        v.key_present = with_past(key_mask, past_present, batch, past or 0, new_length, device)
+        # Lengths leave the first key in place, except one that continues a past without any.
+        v.padded_left = (
+            mask.key_mask is not None
+            or past_leading is not None
+            or ((past_present is not None or mask.key_lengths is not None) and bool(past))
+        )
+        v.past, v.past_leading = past or 0, past_leading
+        if past is not None:  # a state keeps these: memory that the caller may overwrite will not do
+            if v.key_present is not None and v.key_present is mask.key_mask:
+                v.key_present = v.key_present.clone()
+            if v.key_segments is not None and not past:
+                v.key_segments = v.key_segments.clone()
+        v._settle_offset(mask, past, subject)
+        v._drop_what_hides_nothing()
+        return v
+
+    def _settle_offset(self, mask: AttentionMask, past: int | None, subject: str) -> None:
+        offset, lq, lk = mask.offset, self.query_length, self.key_length
+        if offset is None:
+            if past is None and lq != lk and mask.positional:
+                raise InvalidInput(
+                    f"{subject}: {lq} queries and {lk} keys leave two readings of causal= and window=; "
+                    "give offset='top_left' or offset='bottom_right' (decoding), or an int"
+                )
+            if past is not None and self.query_segments is not None:
+                assert self.key_segments is not None
+                self.offset = count_of(self.key_segments[:, :past], self.query_segments)  # [B, Lq]
+            else:
+                self.offset = past or 0
+        elif offset == "top_left" if isinstance(offset, str) else False:
+            self.offset = 0
+        elif isinstance(offset, str):
+            self.offset = self._bottom_right(mask, past or 0)
+        elif isinstance(offset, Tensor):
+            if offset.dim() == 1:
+                check_shape(subject, "offset", offset, (self.batch,), "[B]", self.device)
+            elif offset.device != self.device and offset.dim() == 0:
+                offset = offset.to(self.device)
+            self.offset = offset.expand(self.batch)
+        else:
+            assert not isinstance(offset, str)
+            self.offset = offset
+
+    def _bottom_right(self, mask: AttentionMask, past: int) -> int | Tensor:
+        if self.query_segments is not None:
+            assert self.key_segments is not None
+            keys = count_of(self.key_segments, self.query_segments)  # [B, Lq]
+            return keys - count_of(self.query_segments, self.query_segments)
+        if mask.key_lengths is None and mask.query_lengths is None:
+            return self.key_length - self.query_length
+        keys_of: int | Tensor = self.key_length if mask.key_lengths is None else mask.key_lengths + past
+        queries_of: int | Tensor = self.query_length if mask.query_lengths is None else mask.query_lengths
+        return keys_of - queries_of  # [B]
+
+    def _drop_what_hides_nothing(self) -> None:
+        """Bounds on positions that no pair can violate are dropped: a decoding step becomes plain.
+
+        Not where `torch.jit.trace` records, whose program serves other lengths.
+        """
+        if torch._C._get_tracing_state() is not None:
+            return
+        if isinstance(self.offset, int) and self.query_segments is None:
+            if self.right is not None and holds(self.offset + self.right >= self.key_length - 1):
+                self.right = None
+            furthest = self.query_length - 1 + self.offset
+            if self.strict_left is not None and holds(furthest - self.strict_left <= 0):
+                self.strict_left = None
+            if self.left is not None and holds(furthest - self.left <= 0):
+                self.left = None
+
+    def narrowed(self, left: int | None, right: int | None, sink_tokens: int = 0) -> Visibility:
+        """A copy with these bounds on positions beside its own, for variants with a window of their own.
+
+        The first `sink_tokens` unpadded positions are exempt from this left bound, not from one that was there before.
+        """
+        both = self._copy()
+        if right is not None:
+            both.right = right if self.right is None else min(right, self.right)
+        if left is not None:
+            bounds = [(left, sink_tokens)]
+            if self.left is not None:
+                bounds.append((self.left, self.sink_tokens))
+            if self.strict_left is not None:
+                bounds.append((self.strict_left, 0))
+            both.left, both.sink_tokens, both.strict_left = joined(bounds)
+        both._drop_what_hides_nothing()
+        return both
+
+    def without_keys(self, start: int, stop: int, front: Tensor | None = None) -> Visibility:
+        """A copy for keys of which those from `start` to `stop` were taken out; those behind move up.
+
+        They must stand before every query, and nothing may be packed: then a window counts as before once queries have moved up too.
+        front `[B, start]`: which keys the first `start` columns hold, where these are not the first `start` keys; a column that
+        would hold a key from `stop` on holds none. What callers wrote as functions is handed the positions that it knows.
+        """
+        fewer, gone = self._copy(), stop - start
+        fewer.key_length, fewer.offset = self.key_length - gone, self.offset - gone
+        rule = self.mask_mod
+        # Keys that stay in front are further from their queries than they look now.
+        if self.left is not None and self.sink_tokens < start:
+            rule = also(rule, within_left(self.left, self.sink_tokens))
+            fewer.left, fewer.sink_tokens = None, 0
+        if self.strict_left is not None and start:
+            rule = also(rule, within_left(self.strict_left, 0))
+            fewer.strict_left = None
+        if rule is not None:
+            fewer.mask_mod = moved_back(rule, start, gone, front)
+        fewer.allowed = None if self.allowed is None else without_columns(self.allowed, start, stop, front)
+        if self.key_present is not None:
+            fewer.key_present = without_columns(self.key_present, start, stop, front)
+            if front is not None:
+                held = torch.nn.functional.pad(front < stop, (0, self.key_length - stop), value=True)
+                fewer.key_present = fewer.key_present & held
+        fewer._query_positions = fewer._key_positions = None
+        if front is None:
+            fewer.padded_left = False
+        else:
+            query, key = self._both_unpadded()
+            fewer._unpadded = query, torch.cat([(front - front[:, :1]), key[:, stop:]], 1)
+        fewer._drop_what_hides_nothing()
+        return fewer
+
+    def _copy(self) -> Visibility:
+        same = Visibility(self.batch, self.num_heads, self.query_length, self.key_length, self.device)
+        for name in Visibility.__slots__:  # not copy.copy: torch.compile cannot trace it
+            setattr(same, name, getattr(self, name))
+        same.known_dense = None
+        same._unpadded = None
+        return same
+
+    # -- what the parts say -----------------------------------------------------------------------------------
+
+    @property
+    def positional(self) -> bool:
+        """Whether a bound on positions is left (causal is a right bound of 0)."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def pairwise(self) -> bool:
+        """Whether anything but absent slots hides something."""
+        return (
+            self.positional or self.allowed is not None or self.mask_mod is not None or self.query_segments is not None
+        )
+
+    @property
+    def only_causal(self) -> bool:
+        """Whether a right bound of 0 is the only pairwise rule (absent keys aside)."""
+        return (
+            self.right == 0
+            and self.left is None
+            and self.allowed is None
+            and self.mask_mod is None
+            and self.query_segments is None
+        )
+
+    @property
+    def query_positions(self) -> Tensor:
+        """`[Lq]`, or `[B, Lq]` where offsets differ or segments restart them; int64."""
+        if self._query_positions is None:
+            own = torch.arange(self.query_length, device=self.device)
+            if self.query_segments is not None:
+                own = ranks(self.query_segments)  # [B, Lq]
+            if isinstance(self.offset, Tensor):
+                own = own + (self.offset[:, None] if self.offset.dim() == 1 else self.offset)
+            elif self.offset:
+                own = own + self.offset
+            self._query_positions = own
+        return self._query_positions
+
+    @property
+    def key_positions(self) -> Tensor:
+        """`[Lk]`, or `[B, Lk]` in segments; int64."""
+        if self._key_positions is None:
+            if self.key_segments is not None:
+                self._key_positions = ranks(self.key_segments)
+            else:
+                self._key_positions = torch.arange(self.key_length, device=self.device)
+        return self._key_positions
+
+    @property
+    def leading(self) -> Tensor | None:
+        """How many absent keys each row begins with, int64 `[B]`, all of them where none is present; None where no row may begin with one."""
+        return leading_of(self)
+
+    @property
+    def unpadded_key_positions(self) -> Tensor:
+        """`key_positions` counted from the first present key of the row, or of the segment: `[Lk]` or `[B, Lk]`; negative for padding before it."""
+        return self._both_unpadded()[1]
+
+    @property
+    def unpadded_query_positions(self) -> Tensor:
+        """`query_positions` counted from the first present key of the row, or of the segment: `[Lq]` or `[B, Lq]`."""
+        return self._both_unpadded()[0]
+
+    def _both_unpadded(self) -> tuple[Tensor, Tensor]:
+        if self._unpadded is None:
+            self._unpadded = unpadded_positions(self)
+        return self._unpadded
+
+    def key_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The keys `[first, last)` that queries `[start, stop)` could see, sink tokens apart, from numbers alone."""
+        if not isinstance(self.offset, int) or self.query_segments is not None:
+            return 0, self.key_length
+        first = 0 if self.left is None else max(0, start + self.offset - self.left)
+        if self.sink_tokens and self.padded_left:  # sink tokens may stand anywhere
+            first = 0 if self.strict_left is None else max(0, start + self.offset - self.strict_left)
+        last = self.key_length if self.right is None else min(self.key_length, stop - 1 + self.offset + self.right + 1)
+        return first, max(first, last)
+
+    def key_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """`key_range`, and before it that of the sink tokens; what is empty is left out."""
+        first, last = self.key_range(start, stop)
+        both = [(0, min(self.sink_tokens, first, last, self.key_length)), (first, last)]
+        return [(a, b) for a, b in both if a < b]
+
+    def kind(self, q0: int, q1: int, k0: int, k1: int) -> Literal["empty", "full", "partial"]:
+        """What is known of a tile without looking at tensors; `partial` where it must be looked at."""
+        if torch.compiler.is_compiling():  # a graph may not depend on where a tile lies
+            return "partial" if self.pairwise or self.key_present is not None else "full"
+        first, last = self.key_range(q0, q1)
+        if k0 >= last or (k1 <= first and k0 >= self.sink_tokens):
+            return "empty"
+        if self.pairwise or self.key_present is not None:
+            if self.allowed is not None or self.mask_mod is not None or self.key_present is not None:
+                return "partial"
+            if not isinstance(self.offset, int) or self.query_segments is not None:
+                return "partial"
+            low = -_FAR if self.left is None else q1 - 1 + self.offset - self.left
+            strict = -_FAR if self.strict_left is None else q1 - 1 + self.offset - self.strict_left
+            high = _FAR if self.right is None else q0 + self.offset + self.right
+            inside = (k0 >= low or k1 <= self.sink_tokens) and k0 >= strict and k1 - 1 <= high
+            return "full" if inside else "partial"
+        return "full"
+
+    def dense(self) -> Tensor:
+        """The whole mask, bool, broadcastable to `[B, H, Lq, Lk]`."""
+        if self.known_dense is not None:
+            return self.known_dense
+        tile = self.tile(0, self.query_length, 0, self.key_length)
+        if tile is None:
+            return torch.ones(1, 1, self.query_length, self.key_length, dtype=torch.bool, device=self.device)
+        return tile.expand(*tile.shape[:2], self.query_length, self.key_length)
+
+    def tile(self, q0: int, q1: int, k0: int, k1: int) -> Tensor | None:
+        """Visibility of queries `[q0, q1)` to keys `[k0, k1)`: bool, broadcastable, or None where all is visible."""
+        rules: list[Tensor] = []
+        if self.positional and self.kind(q0, q1, k0, k1) != "full":
+            q = rows(self.query_positions, q0, q1)[..., :, None]  # [B|1, 1, tq, 1]
+            k = rows(self.key_positions, k0, k1)[..., None, :]  # [B|1, 1, 1, tk]
+            if self.right is not None:
+                rules.append(k <= q + self.right if self.right else k <= q)
+            if self.left is not None:
+                near = k >= q - self.left
+                if self.sink_tokens:
+                    near = near | (rows(self.unpadded_key_positions, k0, k1)[..., None, :] < self.sink_tokens)
+                rules.append(near)
+            if self.strict_left is not None:
+                rules.append(k >= q - self.strict_left)
+        if self.query_segments is not None and self.key_segments is not None:
+            rules.append(self.query_segments[:, None, q0:q1, None] == self.key_segments[:, None, None, k0:k1])
+        if self.key_present is not None:
+            rules.append(self.key_present[:, None, None, k0:k1])
+        if self.allowed is not None:
+            rules.append(slice_axis(slice_axis(self.allowed, 2, q0, q1), 3, k0, k1))
+        if self.mask_mod is not None:
+            rules.append(self._modified(q0, q1, k0, k1))
+        if not rules:
+            return None
+        seen = rules[0]
+        for rule in rules[1:]:
+            seen = seen & rule
+        return seen
+
+    def span(self, side: int = 1 << 10) -> tuple[Tensor, Tensor]:
+        """Unpadded positions of the first and the last key that each query sees, int64 `[B, H, Lq]`; (0, -1) for one that sees none."""
+        return span_of(self, side)
+
+    def _modified(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        assert self.mask_mod is not None
+        full = [self.batch, self.num_heads, q1 - q0, k1 - k0]
+        return checked_mod(self.mask_mod(*self.indices(q0, q1, k0, k1)), full, self.device)
+
+    def indices(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(b, h, q, k)` for `mask_mod` and `score_mod`: integer tensors that broadcast to `[B, H, tq, tk]`."""
+        b = torch.arange(self.batch, device=self.device)[:, None, None, None]
+        h = torch.arange(self.num_heads, device=self.device)[None, :, None, None]
+        q = rows(self.query_positions, q0, q1)[..., :, None]
+        k = rows(self.key_positions, k0, k1)[..., None, :]
+        return b, h, q, k

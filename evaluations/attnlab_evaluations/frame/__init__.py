@@ -1,0 +1,1 @@
+"""What every evaluation shares: selection, run folder, records, resume, the conformance check before a measurement, provenance."""

@@ -1,0 +1,1 @@
+"""Measurements: time, memory, accuracy, analytic costs, and the statistics of ratios."""

@@ -1,0 +1,1 @@
+"""Tables and text of a run, rendered from its records."""

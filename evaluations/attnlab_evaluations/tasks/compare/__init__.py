@@ -1,0 +1,1 @@
+"""`attnlab compare`: every variant on every workload. Importing this imports no torch."""

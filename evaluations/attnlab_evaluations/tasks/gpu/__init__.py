@@ -1,0 +1,1 @@
+"""`attnlab gpu-check`: conformance and speed on a CUDA device. Importing this imports no torch."""

@@ -1,0 +1,1 @@
+"""`attnlab compare --targets`: the goals of attnlab beside what users could choose instead."""

@@ -1,0 +1,64 @@
+"""A goal, its verdict, and how both sides of a ratio are timed on the same inputs. Needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attnlab_evaluations.measure.timing import LEVEL, MAX_ROUNDS, Interval, measure
+
+UNMEASURED = Interval(math.nan, math.nan, math.nan)
+NO_TIME = "no time left; give more --budget"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One goal: what was measured, the peer, the measured interval, its unit, and the most it may be (None: no goal)."""
+
+    what: str
+    peer: str
+    found: Interval
+    unit: str
+    goal: float | None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`met`, `missed`, `within noise`, `too few rounds`, `not measured` or `no goal`."""
+        if math.isnan(self.found.median):
+            return "not measured"
+        if self.goal is None:
+            return "no goal"
+        if self.found.level < LEVEL:
+            return "too few rounds"
+        if self.found.high <= self.goal:
+            return "met"
+        return "missed" if self.found.low > self.goal else "within noise"
+
+
+def time_pair(
+    ours: Callable[[], object], theirs: Callable[[], object], budget: float, seed: int
+) -> tuple[list[float], list[float]] | None:
+    """Seconds of both, paired by round; None where there was no time."""
+    for call in (ours, theirs):
+        call()  # imports and first instances belong to no round
+    samples = time_calls({"theirs": theirs, "ours": ours}, "theirs", budget, seed, max_rounds=200)
+    return (samples["ours"], samples["theirs"]) if len(samples) == 2 else None
+
+
+def time_calls(
+    calls: dict[str, Callable[[], object]], reference: str, budget: float, seed: int, max_rounds: int = MAX_ROUNDS
+) -> dict[str, list[float]]:
+    """Each call's seconds in round order, without those there was no time for. A call that raises is raised again."""
+    found = measure(calls, reference=reference, always=list(calls), budget=budget, seed=seed, max_rounds=max_rounds)
+    if found.failed:
+        raise next(iter(found.failed.values()))
+    return found.samples
+
+
+def random_inputs(heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(length)
+    return tuple(torch.randn(1, heads, length, width, generator=generator) for _ in range(3))
