@@ -121,7 +121,7 @@ def test_more_time_is_no_other_run_and_the_first_settings_stay_recorded():
 HOLDER = """
 import sys, time
 from pathlib import Path
-from attnlab_evaluations import run_folder
+from attnlab_evaluations.frame import run_folder
 with run_folder.opened(Path("run"), "x.json", {"n": 1}):
     print("in", flush=True)
     time.sleep(60)

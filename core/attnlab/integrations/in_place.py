@@ -147,7 +147,7 @@ def _restore(model: nn.Module, swapped: list[tuple[str, Any]]) -> Replacement:
         for parent, name in held[id(module)]:
             parent._modules[name] = original
     for outer, host in hosts(model).items():
-        from attnlab.integrations.transformers.install import uninstall
+        from attnlab.integrations.transformers.installation import uninstall
 
         inside: dict[str, Any] = {p: module for p, module in host.named_modules() if "attnlab" in module._modules}
         names = {path: module.attnlab.name for path, module in inside.items()}
@@ -250,7 +250,7 @@ def _install(
     """The variant in layers of Hugging Face models."""
     if not layers:
         return
-    from attnlab.integrations.transformers.install import install
+    from attnlab.integrations.transformers.installation import install
 
     found: dict[str, Any] = {path: host for path, host in hosts(model).items() if path in {x.host for x in layers}}
     for path, host in found.items():

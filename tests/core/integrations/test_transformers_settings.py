@@ -13,7 +13,7 @@ from attnlab.layers.arguments import placement
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 from attnlab.integrations import transformers as hf  # noqa: E402
 from attnlab.integrations.transformers.function import ModelFunction  # noqa: E402
-from attnlab.integrations.transformers.names import by_name  # noqa: E402
+from attnlab.integrations.transformers.shared_instances import by_name  # noqa: E402
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # two float32 layers, each within a few units in the last place of 1
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="the extra `transforme
 from attnlab.integrations import transformers as hf  # noqa: E402
 from attnlab.integrations.transformers import arguments as words  # noqa: E402
 from attnlab.integrations.transformers.function import ModelFunction  # noqa: E402
-from attnlab.integrations.transformers.names import by_name  # noqa: E402
+from attnlab.integrations.transformers.shared_instances import by_name  # noqa: E402
 
 ROOT = Path(transformers.__file__).parent
 OF_EVERY_CALL = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal"}

@@ -36,10 +36,10 @@ except ImportError as missing:
 from attnlab.integrations.transformers.cache import StateCache
 from attnlab.integrations.transformers.configs import put, take
 from attnlab.integrations.transformers.function import ModelFunction
-from attnlab.integrations.transformers.install import install, load, uninstall
+from attnlab.integrations.transformers.installation import install, load, uninstall
 from attnlab.integrations.transformers.layers import attention_layers, deaf_layers
-from attnlab.integrations.transformers.names import by_name, instances
 from attnlab.integrations.transformers.saving import write_names, write_no_names
+from attnlab.integrations.transformers.shared_instances import by_name, instances
 from attnlab.integrations.transformers.swap import Swap, using
 
 __all__ = [

@@ -14,7 +14,7 @@ from attnlab.integrations._snapshot import looking_on
 from attnlab.integrations.transformers.configs import chosen
 from attnlab.integrations.transformers.function import ModelFunction
 from attnlab.integrations.transformers.layers import others_than, run
-from attnlab.integrations.transformers.names import by_name
+from attnlab.integrations.transformers.shared_instances import by_name
 
 EXACT = "dot_product"
 

@@ -16,7 +16,7 @@ from attnlab.errors import AttnlabError, InvalidInput
 from attnlab.integrations.transformers.configs import chosen, refuse_within_a_block
 from attnlab.integrations.transformers.function import Callee, ModelFunction, Source
 from attnlab.integrations.transformers.layers import attention_layers, deaf_layers
-from attnlab.integrations.transformers.names import by_name
+from attnlab.integrations.transformers.shared_instances import by_name
 from attnlab.interface import Attention
 from attnlab.layers.choice import choice, in_words
 
