@@ -1,4 +1,4 @@
-"""What goes into `Attention.attend` and what comes out of it. Needs torch."""
+"""The arguments of a call, the `Call` that `Attention.attend` gets, and the `AttentionOutput` that it returns. Needs torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from attnlab.state import State
-from attnlab.visibility.parts import moved_back, without_columns
-from attnlab.visibility.resolved import Forgotten, Visibility
+from attnlab.visibility.resolved import Forgotten, Visibility, moved_back, without_columns
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -25,13 +24,37 @@ class AttentionOutput(NamedTuple):
     state: State | None = None
 
 
-class Call:
-    """One call as `attend` sees it: judged, with visibility settled and absent slots cleaned.
+class Arguments(NamedTuple):
+    """The keyword arguments of `Attention.forward`, as the caller wrote them."""
 
-    visibility: who sees whom; None where every query sees every key.
-    scale: the caller's, None where the formula's default holds.
-    recording: whether autograd records this call. forgotten: the range of keys that `without_keys` took out, in whose columns weights
-    are 0. The rest as in `Attention.forward`.
+    causal: Any
+    offset: Any
+    window: Any
+    key_lengths: Any
+    query_lengths: Any
+    key_mask: Any
+    segments: Any
+    mask: Any
+    mask_mod: Any
+    bias: Any
+    scale: Any
+    softcap: Any
+    score_mod: Any
+    sinks: Any
+    gates: Any
+    dropout_p: Any
+    need_weights: Any
+    need_lse: Any
+    state: Any
+
+
+class Call:
+    """A valid request as `attend` gets it, with its visibility resolved and its padding cleared.
+
+    visibility: which query may attend to which key; None if every query may attend to every key.
+    scale: the caller's; None for the formula's default.
+    recording: whether autograd records this call. forgotten: the range of keys that `without_keys` removed, whose columns of the
+    weights are 0. The rest as in `Attention.forward`.
     """
 
     __slots__ = (
@@ -134,17 +157,18 @@ class Call:
         )
 
 
-def call_signature(variant: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:
-    """What decides how a call without further arguments is judged, and last whether its inputs are contiguous.
+def signature_of(kind: str, query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, ...] | None:
+    """All that the validation of a call without further arguments depends on; the last entry is whether its tensors are contiguous.
 
-    None where the inputs are no tensors, as in `torch.fx.symbolic_trace`, and where `torch.jit.trace` records, whose shapes are tensors.
+    kind: what else such calls share, such as the parts of their mask. None for inputs that are no tensors, as in
+    `torch.fx.symbolic_trace`, and while `torch.jit.trace` records, whose shapes are tensors.
     """
     if torch._C._get_tracing_state() is not None or type(query) is Proxy:
         return None
     try:
         on_cpu = query.is_cpu and key.is_cpu and value.is_cpu
         return (
-            variant,
+            kind,
             query.shape,
             key.shape,
             value.shape,

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnlab.interface import Attention
     from attnlab.registry import Registry, VariantInfo
 
-_lock = threading.RLock()
-_default: Registry | None = None
-
 
 def default_registry() -> Registry:
     """The process's registry: installed packages', the user's and the project's files, read once."""
-    global _default
-    with _lock:
-        if _default is None:
-            from attnlab.registry import Registry
+    from attnlab.registry import process  # not before a registry is asked for: it imports YAML
 
-            _default = Registry.default()
-        return _default
+    return process.default_registry()
 
 
 def use_registry(registry: Registry | None) -> None:
     """Make `registry` the default of this process; None reads the layers anew at next use."""
-    global _default
-    with _lock:
-        _default = registry
-    forget_instances()
+    from attnlab.registry import process
 
-
-def forget_instances() -> None:
-    """Drop what was made and judged by name: the names may mean something else now."""
-    remembered = sys.modules.get("attnlab.gate.cache")
-    if remembered is not None:
-        remembered.forget()
+    process.use_registry(registry)
 
 
 def names() -> list[str]:

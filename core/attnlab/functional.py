@@ -10,19 +10,18 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 
 from attnlab._quoting import quoted
-from attnlab._symbolic import call_node
-from attnlab.call import AttentionOutput, call_signature
+from attnlab._tracing import call_node, run_while_tracing, shape_of
+from attnlab.cache import BoundedCache
+from attnlab.call import AttentionOutput, signature_of
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput, nearest
-from attnlab.gate.cache import Remembered, Shortcuts
-from attnlab.gate.refusals import run_while_tracing, shape_of
 from attnlab.interface import ARGUMENTS, Attention
 from attnlab.registry.making import parameters_of
 
-_shortcuts = Shortcuts()
-# (variant, Hq, Hkv, Dq, Dk, Dv) -> instance. They hold no parameters, so sharing one is safe.
-_made = Remembered()
-_instances: dict[tuple[Any, ...], Attention] = _made.held
+_functions = BoundedCache()  # signature -> `(query, key, value) -> out`
+_instances = (
+    BoundedCache()
+)  # (variant, Hq, Hkv, Dq, Dk, Dv) -> instance; it holds no parameters, so that all may share it
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -51,21 +50,19 @@ def attend(
 def attention(query: Tensor, key: Tensor, value: Tensor, variant: str = "dot_product", **arguments: Any) -> Tensor:
     """The output tensor `[B, Hq, Lq, Dv]` of `attend`."""
     if (not arguments or (len(arguments) == 1 and arguments.get("causal") is True)) and not is_compiling():
-        # The shortcut of small inputs: what was judged once is not judged again. About 3 us in all.
-        call = call_signature(variant, query, key, value, bool(arguments)) if isinstance(variant, str) else None
-        served = _shortcuts.held.get(call)
-        if served is not None and not _any_autocast():
-            out: Tensor = served(query, key, value)
+        # The fast path of small inputs: what was validated once is not validated again.
+        causal = bool(arguments)
+        signature = signature_of(variant, query, key, value, causal) if isinstance(variant, str) else None
+        function = _functions.get(signature)
+        if function is not None and not _any_autocast():
+            out: Tensor = function(query, key, value)
             return out
-        since = _shortcuts.generation
+        generation = _functions.generation
         out = attend(query, key, value, variant, **arguments).out
-        made = (
-            None
-            if call is None
-            else _instances.get((variant, query.shape[1], key.shape[1], query.shape[3], key.shape[3], value.shape[3]))
-        )
-        if made is not None:
-            _shortcuts.learn(call, made, query, key, value, bool(arguments), since=since)
+        if signature is not None and (instance := _known(query, key, value, variant)) is not None:
+            function = instance.validated_function(query, key, value, causal)
+            if function is not None:
+                _functions.put(signature, function, generation)
         return out
     for word in ("need_weights", "need_lse", "state"):
         if arguments.get(word):
@@ -121,9 +118,10 @@ def _sizes(query: Any, key: Any, value: Any, variant: str) -> tuple[int, int, in
 
 
 def _of_graph(variant: str, *sizes: int) -> Attention:
-    """The same in a graph, which asks each time: what it has looked up once it takes for the whole dict."""
+    """The instance in a graph, which looks it up each time: what a graph has looked up once it takes for the whole dict."""
     _make(variant, *sizes)
-    return _instances[(variant, *sizes)]
+    instance: Attention = _instances[(variant, *sizes)]
+    return instance
 
 
 @run_while_tracing
@@ -135,7 +133,7 @@ def _make(variant: str, *sizes: int) -> None:
 
 def _new(variant: str, *sizes: int) -> Attention:
     """The variant of these sizes, now among the instances."""
-    since = _made.generation
+    generation = _instances.generation
     made = create(
         variant, num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2], key_dim=sizes[3], value_dim=sizes[4]
     )
@@ -144,5 +142,5 @@ def _new(variant: str, *sizes: int) -> Attention:
             f"{variant}: it has learned parameters, so it cannot be called without a module; "
             f"make one with attnlab.create({variant!r}, num_heads={sizes[0]}, head_dim={sizes[2]})"
         )
-    _made.put((variant, *sizes), made, since)
+    _instances.put((variant, *sizes), made, generation)
     return made

@@ -11,39 +11,29 @@ import math
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnlab._quoting import quoted
-from attnlab.call import AttentionOutput, Call, ScoreMod, call_signature
+from attnlab._tracing import refuse_scripts
+from attnlab.cache import BoundedCache
+from attnlab.call import Arguments, AttentionOutput, Call, ScoreMod, signature_of
 from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
 from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult
-from attnlab.gate.arguments import check_extras, check_flags, check_offset, explain_shapes
-from attnlab.gate.fast_path import PlainCalls
-from attnlab.gate.padding import close_gates, empty_output, without_absent, without_absent_queries
-from attnlab.gate.refusals import (
-    BITS,
-    DTYPE_BITS,
-    UNKNOWN,
-    autocast_on,
-    describe_refusal,
-    device_bit,
-    judge,
-    mask_bits,
-    only_kept,
-    require_sizes,
-    stated,
-)
-from attnlab.gate.visibility import visibility_of_call
 from attnlab.request import Request
 from attnlab.state import State
 from attnlab.state.origin import pass_on
+from attnlab.validation import stages
+from attnlab.validation.declared import Alternatives
+from attnlab.validation.fast_path import FastPath
+from attnlab.validation.refusals import BITS, refuse, request_of, require_sizes, undeclared
 from attnlab.visibility import AttentionMask, MaskMod, Offset, Visibility
+from attnlab.visibility.resolved import resolve_call
 
 
-class Attention(PlainCalls):
+class Attention(nn.Module):
     """Base class of a variant: write `attend` and name a formula, and the gate, checks and tables follow.
 
     Class attributes of a variant:
@@ -66,6 +56,7 @@ class Attention(PlainCalls):
             the row that bears the class's own name; its presets are instances of their own.
         zeroes_absent_rows: whether the `attend` of this very class gives weights that are 0 in the rows of absent queries, so that the gate
             hands them on as they are, and the output's gradient reaches them.
+        fast_path: a `FastPath` with a shorter way to what `attend` of this very class returns, for requests that were validated before.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
             nothing says False, and its calls are judged by their bits alone.
 
@@ -90,7 +81,9 @@ class Attention(PlainCalls):
     check_options: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     zeroes_absent_rows: ClassVar[bool] = False
     refuses_more: bool = True
+    fast_path: ClassVar[FastPath | None] = None
     name: str = ""
+    _registry: Alternatives | None = None  # the one that made it by a name
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -131,29 +124,30 @@ class Attention(PlainCalls):
             raise InvalidInput(
                 f"{self.name}: num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        self._prepare_gate()
+        self._declare()
         require_sizes(self)
 
-    def _prepare_gate(self) -> None:
+    def _declare(self) -> None:
+        """What validation derives from the declarations; called again when they change."""
         self._bits = self.capabilities.bits
-        self._gated = bool(self.gates)
+        self._gated = bool(self.gates)  # here, as torch.compile takes an empty mapping proxy for true
         author = next(kind for kind in type(self).__mro__ if "attend" in kind.__dict__)
         self._zeroes_rows = bool(author.__dict__.get("zeroes_absent_rows", False))
         self._conflict_bits = tuple(sum(getattr(BITS, n) for n in names) for names, _ in self.conflicts)
-        self._judges = self.refuses_more and type(self).supports is not Attention.supports
-        self._verdicts: dict[Any, bool] = {}
-        self._served: set[Any] = set()  # signatures of bare calls that were judged: same shapes, same answer
+        self._examines = self.refuses_more and type(self).supports is not Attention.supports
+        self._fast_path: FastPath | None = type(self).__dict__.get("fast_path")
+        self._validated = BoundedCache()  # requests and signatures that were not refused
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy carries: nothing that the gate can work out again."""
         kept: dict[str, Any] = self.__dict__.copy()
-        for name in ("_bits", "_gated", "_zeroes_rows", "_conflict_bits", "_judges", "_verdicts", "_served"):
+        for name in ("_bits", "_gated", "_zeroes_rows", "_conflict_bits", "_examines", "_fast_path", "_validated"):
             kept.pop(name, None)
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare_gate()
+        self._declare()
 
     # -- what a variant writes --------------------------------------------------------------------------------
 
@@ -176,7 +170,7 @@ class Attention(PlainCalls):
 
     def supports(self, request: Request) -> list[Reason]:
         """Every reason to refuse `request`; empty where it is served. Overriding adds reasons to these."""
-        return describe_refusal(self, request)
+        return undeclared(self, request)
 
     @property
     def state_sizes(self) -> tuple[int, int, int]:
@@ -221,6 +215,11 @@ class Attention(PlainCalls):
     # -- what it gets -----------------------------------------------------------------------------------------
 
     @property
+    def requires_gradients(self) -> bool:
+        """Whether a parameter requires a gradient."""
+        return bool(self._parameters or self._modules) and any(p.requires_grad for p in self.parameters())
+
+    @property
     def parameter_free(self) -> bool:
         """Whether it holds no parameters, so that `attnlab.attend` may make it on the spot."""
         return next(self.parameters(), None) is None
@@ -228,7 +227,7 @@ class Attention(PlainCalls):
     def narrow(self, **reasons: str) -> None:
         """Give up declared capabilities in this instance, each with the reason that its refusals quote."""
         self.capabilities = self.capabilities.narrow(**reasons)
-        self._prepare_gate()
+        self._declare()
         require_sizes(self)
 
     def extra_repr(self) -> str:
@@ -269,190 +268,156 @@ class Attention(PlainCalls):
     ) -> AttentionOutput:
         """Attend from query to key and value; docs/contract.md says what every argument means (`attnlab contract` prints it).
 
-        Returns `AttentionOutput`. Raises `UnsupportedRequest` for what the variant does not declare and `InvalidInput` for
-        wrong shapes, dtypes, devices or combinations, both before any tensor work.
+        Returns `AttentionOutput`. Raises `UnsupportedRequest` for what the variant does not declare and `InvalidInput` for wrong
+        shapes, dtypes, devices or combinations, both before any tensor work.
         """
-        kept = mask.kept if type(mask) is AttentionMask and causal is False else None
+        # fmt: off
         bare = (
-            (causal is False or causal is True)
-            and (mask is None or (kept is not None and state is None))
-            and offset is None
-            and window is None
-            and key_lengths is None
-            and query_lengths is None
-            and key_mask is None
-            and segments is None
-            and mask_mod is None
-            and bias is None
-            and scale is None
-            and softcap is None
-            and score_mod is None
-            and sinks is None
-            and gates is None
-            and type(dropout_p) is float
-            and dropout_p == 0.0
-            and need_weights is False
-            and need_lse is False
-        )
-        signature = None
-        # Under autocast other dtypes are judged than were given, so that such a call says nothing of one without.
-        if bare and not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-            word = "step" if state is not None else "" if kept is None else kept.word
-            signature = call_signature(word, query, key, value, causal is True)
-            if signature in self._served and signature:
-                if kept is not None:
-                    return AttentionOutput(self.masked_function(query, key, value, mask))  # type: ignore[arg-type]
-                if state is None:
-                    return AttentionOutput(self.plain_function(causal, signature[-1])(query, key, value))
-                if getattr(state, "_judged", None) == signature and (step := self.plain_step(query, key, value, state)):
-                    state.spent = True
-                    return step
-        bare = bare and state is None
-        if not bare:
-            check_flags(self.name, dropout_p, need_weights, need_lse, gates)
-        try:
-            batch, heads, lq, dq = query.shape
-            batch_k, kv_heads, lk, dk = key.shape
-            batch_v, heads_v, lk_v, dv = value.shape
-            dtype, device = query.dtype, query.device
-            fits = (
-                batch == batch_k == batch_v
-                and lk == lk_v
-                and heads == self.num_heads
-                and dq == self.head_dim
-                and kv_heads == heads_v == self.num_kv_heads
-                and dk == self.key_dim
-                and dv == self.value_dim
-                and dtype == key.dtype == value.dtype
-                and device == key.device == value.device
-                and query.layout == key.layout == value.layout == torch.strided
-            )
-        except (AttributeError, ValueError, TypeError, RuntimeError):
-            fits = False
-        if not fits or (torch._C._is_any_autocast_enabled() and autocast_on(device)):
-            query, key, value = explain_shapes(self, query, key, value)
-            batch, heads, lq, dq = query.shape
-            lk, kv_heads, dv, dtype, device = (key.shape[2], key.shape[1], value.shape[3], query.dtype, query.device)
+            None is offset is window is key_lengths is query_lengths is key_mask is segments is mask_mod is bias is scale  # type: ignore[comparison-overlap]
+            is softcap is score_mod is sinks is gates
+        ) and need_weights is False and need_lse is False and type(dropout_p) is float and dropout_p == 0.0
+        # fmt: on
+        signature = self._signature(query, key, value, causal, mask, state) if bare else None
+        if signature is not None and signature in self._validated:
+            answer = self._answer_validated(signature, query, key, value, mask, state)
+            if answer is not None:
+                return answer
+        arguments = Arguments(
+            causal, offset, window, key_lengths, query_lengths, key_mask, segments, mask, mask_mod, bias, scale,
+            softcap, score_mod, sinks, gates, dropout_p, need_weights, need_lse, state,
+        )  # fmt: skip
 
-        # What is asked, as bits.
-        bits = DTYPE_BITS.get(dtype, UNKNOWN) | device_bit(device)
-        recording = torch.is_grad_enabled() and (
-            query.requires_grad
-            or key.requires_grad
-            or value.requires_grad
-            or (bool(self._parameters or self._modules) and any(p.requires_grad for p in self.parameters()))
-            or (not bare and _any_trained(bias, sinks, gates))
-        )
-        if recording:
-            bits |= BITS.backward
-        if lq != lk and state is None:
-            bits |= BITS.cross_lengths
-        if heads != kv_heads:
-            bits |= BITS.gqa
-        if dv != self.key_dim:
-            bits |= BITS.value_dim
-        if dq != self.key_dim:
-            bits |= BITS.query_dim
-        said: AttentionMask | None = None
-        if causal is not False or (
-            mask is not None
-            or offset is not None
-            or window is not None
-            or key_lengths is not None
-            or query_lengths is not None
-            or key_mask is not None
-            or segments is not None
-            or mask_mod is not None
-        ):
-            given = (causal, offset, window, key_lengths, query_lengths, key_mask, segments, mask, mask_mod)
-            said = only_kept(given) or stated(self, *given)
-            bits |= mask_bits(said)
-        if not bare:
-            bits |= (
-                (BITS.bias if bias is not None else 0)
-                | (BITS.scale if scale is not None else 0)
-                | (BITS.softcap if softcap is not None else 0)
-                | (BITS.score_mod if score_mod is not None else 0)
-                | (BITS.sinks if sinks is not None else 0)
-                | (BITS.gates if gates else 0)
-                | (BITS.dropout if dropout_p else 0)
-                | (BITS.weights if need_weights else 0)
-                | (BITS.lse if need_lse else 0)
-                | (BITS.state if state is not None else 0)
-            )
-        if (
-            bits & ~self._bits
-            or self._judges
-            or (self._conflict_bits and any(bits & both == both for both in self._conflict_bits))
-        ):
-            judge(self, bits, query, key, value, state)
-        if not bare or self._gated:
-            check_extras(self, query, key, bias, scale, softcap, score_mod, sinks, gates, state)
-
-        # Who sees whom, and what may be looked at.
+        reading = stages.read(self, query, key, value, arguments)
+        self._refuse(reading, state)
+        stages.validate(self, reading.query, reading.key, arguments)
+        query, key, value = reading.query, reading.key, reading.value
         visibility: Visibility | None = None
-        if said is not None or state is not None:
-            visibility, absent = visibility_of_call(said, query, key, state, self.name)
-            if said is not None and said.offset is not None:
-                check_offset(self, said, score_mod, lq, lk, state)
-            if absent is not None:
-                key, value = without_absent(key, value, absent)
-                if gates:
-                    gates = close_gates(gates, self.gates, absent)
-            if visibility.query_present is not None:
-                query = query.masked_fill(~visibility.query_present[:, None, :, None], 0)
-
+        if reading.mask is not None or state is not None:
+            visibility, padding = resolve_call(reading.mask or AttentionMask(), query, key, state, self.name)
+            stages.validate_offset(self, reading, arguments)
+            query, key, value, gates = stages.clear_padding(reading, visibility, padding, gates, self.gates)
         call = Call(
-            visibility,
-            scale,
-            bias,
-            softcap,
-            score_mod,
-            sinks,
-            gates,
-            dropout_p,
-            need_weights,
-            need_lse,
-            state,
-            recording,
-        )
-        total = lk if visibility is None else visibility.key_length
-        if not (batch and lq and total):
-            return empty_output(self, query, key, value, call, total)
+            visibility, scale, bias, softcap, score_mod, sinks, gates, dropout_p, need_weights, need_lse, state, reading.recording
+        )  # fmt: skip
+        result = self._attend_once(query, key, value, call)
+        return self._finish(result, call, signature)
+
+    # -- the stages that belong to the variant ------------------------------------------------------------------
+
+    def _refuse(self, reading: stages.Reading, state: State | None) -> None:
+        """Raise `UnsupportedRequest` for what the variant does not declare; a request that was accepted is not examined again."""
+        bits = reading.bits
+        conflict = any(bits & both == both for both in self._conflict_bits)
+        if not (bits & ~self._bits or self._examines or conflict):
+            return
+        request = request_of(bits, reading.query, reading.key, reading.value, state)
+        in_graph = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        if in_graph or request not in self._validated:
+            refuse(self, request)
+        if not in_graph:
+            self._validated.put(request, True)
+
+    def _attend_once(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        """`attend`, or zeros where there is nothing to attend to."""
+        keys = key.shape[2] if call.visibility is None else call.visibility.key_length
+        if not (query.shape[0] and query.shape[2] and keys):
+            output = stages.empty_output(self.value_dim, query, key, value, call, keys)
+            if call.state is None:
+                return output
+            return output._replace(state=self.absorb(key, value, call) if key.shape[2] else call.state.renewed())
         result = self.attend(query, key, value, call)
         if not isinstance(result, AttentionOutput):
-            raise wrong_result(self, result)
+            raise WrongResult(
+                f"{self.name}: {type(self).__name__}.attend must return an AttentionOutput, got a {type(result).__name__}; write "
+                "`return attnlab.AttentionOutput(out)`, with weights, lse and state after it where they are asked for"
+            )
+        return result
+
+    def _finish(self, result: AttentionOutput, call: Call, signature: Any) -> AttentionOutput:
+        """`result` with zeros in the rows of padded queries; the state is spent, and the signature is valid from now on."""
+        state, visibility = call.state, call.visibility
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
             if result.state is not None:
                 pass_on(self, state, result.state)
-        # A signature says nothing of gradients, so what serves it must be known to hold with them; steps take none.
-        if (signature is not None and (visibility is None or visibility.query_present is None)) and (
-            (state is not None and not self._judges)
-            or (self.capabilities.backward and (recording or not (self._judges or self._conflict_bits)))
-        ):
-            if len(self._served) > 512:
-                self._served.clear()
-            self._served.add(signature)
+        present = None if visibility is None else visibility.query_present
+        if signature is not None and present is None and self._may_repeat(call.recording, state):
+            self._validated.put(signature, True)
             if result.state is not None:
-                result.state.__dict__["_judged"] = signature
-        if visibility is not None and visibility.query_present is not None:
-            return without_absent_queries(result, visibility.query_present, self._zeroes_rows)
-        return result
+                result.state.__dict__["_signature"] = signature
+        return result if present is None else stages.zero_padded_queries(result, present, self._zeroes_rows)
+
+    # -- the fast path: requests like one that was validated before ------------------------------------------------
+
+    def _signature(
+        self, query: Any, key: Any, value: Any, causal: Any, mask: Any, state: Any
+    ) -> tuple[Any, ...] | None:
+        """`signature_of` a call without further arguments; None if the fast path cannot serve it.
+
+        Under autocast the dtypes that are validated are not those of the tensors, so that such a call says nothing of one without.
+        """
+        if (causal is not False and causal is not True) or torch.compiler.is_compiling():
+            return None
+        if torch._C._is_any_autocast_enabled():
+            return None
+        if mask is None:
+            return signature_of("" if state is None else "step", query, key, value, causal)
+        cache = mask.cache if type(mask) is AttentionMask and causal is False and state is None else None
+        return None if cache is None else signature_of(cache.parts, query, key, value, False)
+
+    def _may_repeat(self, recording: bool, state: State | None) -> bool:
+        """Whether later calls of one signature need no validation: it says nothing of gradients, which the variant must then allow."""
+        if state is not None:
+            return not self._examines  # steps on the fast path take no gradients
+        return self.capabilities.backward and (recording or not (self._examines or self._conflict_bits))
+
+    def _answer_validated(
+        self, signature: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, state: State | None
+    ) -> AttentionOutput | None:
+        """The output for a signature that was validated before; None if the call must take all stages."""
+        if mask is not None:
+            return AttentionOutput(self._masked(query, key, value, mask))
+        if state is None:
+            return AttentionOutput(self._function(signature[7], signature[-1])(query, key, value))
+        if self._fast_path is None or state._signature != signature:
+            return None
+        step = self._fast_path.step(self, query, key, value, state)
+        if step is not None:
+            state.spent = True
+        return step
+
+    def validated_function(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: AttentionMask | None = None
+    ) -> Callable[..., Tensor] | None:
+        """`(query, key, value) -> out`, or `(query, key, value, mask) -> out`, for calls like this one; None if it was not validated before."""
+        signature = self._signature(query, key, value, causal, mask, None)
+        if signature is None or signature not in self._validated:
+            return None
+        return self._function(causal, signature[-1]) if mask is None else self._masked
+
+    def _function(self, causal: bool, contiguous: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        fast = None if self._fast_path is None else self._fast_path.function(self, causal, contiguous)
+        return fast or (self._causal if causal else self._bare)
+
+    def _bare(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attend(query, key, value, Call(recording=torch.is_grad_enabled())).out
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        visibility = Visibility.causal(query, key)
+        return self.attend(query, key, value, Call(visibility, recording=torch.is_grad_enabled())).out
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        visibility, padding = resolve_call(mask, query, key, None, self.name)
+        if padding is not None:
+            key, value = stages.clear_keys(key, value, padding)
+        fast = None if self._fast_path is None else self._fast_path.masked(self, query, key, value, visibility)
+        if fast is not None:
+            return fast
+        return self.attend(query, key, value, Call(visibility, recording=torch.is_grad_enabled())).out
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_scripts(self.name)
 
 
 ARGUMENTS = frozenset(n for n, p in signature(Attention.forward).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
 """The keyword arguments of `Attention.forward`."""
-
-
-def wrong_result(variant: Attention, result: object) -> WrongResult:
-    """The error for an `attend` that returned something else than an `AttentionOutput`."""
-    what = f"{type(variant).__name__}.attend must return an AttentionOutput, got a {type(result).__name__}"
-    hint = "write `return attnlab.AttentionOutput(out)`, with weights, lse and state after it where they are asked for"
-    return WrongResult(f"{variant.name}: {what}; {hint}")
-
-
-def _any_trained(bias: Any, sinks: Any, gates: Any) -> bool:
-    """Whether gradients are wanted for anything that joins the call beside query, key and value."""
-    extra = gates.values() if isinstance(gates, Mapping) else ()
-    return any(isinstance(t, Tensor) and t.requires_grad for t in (bias, sinks, *extra))

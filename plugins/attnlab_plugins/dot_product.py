@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attnlab import ScoreAttention
+from attnlab.engines import FusedSoftmax
 
 
 class DotProductAttention(ScoreAttention):
@@ -18,3 +19,4 @@ class DotProductAttention(ScoreAttention):
     formula = "softmax_dot_product"
     capabilities = replace(ScoreAttention.capabilities, compiles=True, exports=True)
     inner_product = True
+    fast_path = FusedSoftmax()

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from attnlab import AttentionOutput, Call, InvalidInput, ScoreAttention, State, UnsupportedRequest, WindowState
-from attnlab.engines import fused_step
+from attnlab.engines import FastPath, fused_step
+
+
+class _Step(FastPath):
+    """One token by torch's function, against a cache that holds what the window shows and nothing else."""
+
+    def step(self, variant: Any, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
+        fits = isinstance(state, WindowState) and variant._made(state)
+        return fused_step(query, key, value, state) if fits else None
 
 
 class SlidingWindowAttention(ScoreAttention):
@@ -36,6 +44,7 @@ class SlidingWindowAttention(ScoreAttention):
     state_type = WindowState
     zeroes_absent_rows = True
     inner_product = True
+    fast_path = _Step()
     check_options = (
         {"left": 3},
         {"left": 2, "right": 1},
@@ -68,13 +77,6 @@ class SlidingWindowAttention(ScoreAttention):
     def _leading(self, call: Call) -> Tensor | None:
         """With how many absent tokens each row begins, where that moves its sink tokens."""
         return None if not self.sink_tokens or call.visibility is None else call.visibility.leading
-
-    def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
-        if type(self) is not SlidingWindowAttention:  # another may score, project or scale in its own way
-            return None
-        if not isinstance(state, WindowState) or not self._made(state):
-            return None
-        return fused_step(query, key, value, state)
 
     def extended(self, key: Tensor, value: Tensor, call: Call, **further: Any) -> tuple[Tensor, Tensor, WindowState]:
         """As ever, without what no query from here on can see; nothing is forgotten where queries do not continue from the state."""

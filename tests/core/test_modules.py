@@ -210,7 +210,7 @@ def test_a_pickle_does_not_carry_what_was_remembered_of_calls() -> None:
 def test_a_pickle_of_an_older_variant_gets_what_it_lacks() -> None:
     variant = create("multiplicative_dot", num_heads=1, head_dim=4)
     old = variant.__getstate__()
-    for name in ("_served", "_verdicts", "_bits", "_gated", "_conflict_bits", "_judges"):
+    for name in ("_validated", "_bits", "_gated", "_conflict_bits", "_examines", "_fast_path"):
         old.pop(name, None)
     again = type(variant).__new__(type(variant))
     again.__setstate__(old)

@@ -210,15 +210,16 @@ def test_the_shortcut_of_a_decoding_step_changes_nothing(name: str, kv_heads: in
     q = torch.randn(2, 4, 30, D, dtype=torch.float64, generator=drawn)
     k, v = (torch.randn(2, kv_heads, 30, D, dtype=torch.float64, generator=drawn) for _ in range(2))
     taken = []
-    plain = type(variant).plain_step
+    fast = type(type(variant).fast_path)
+    step = fast.step
 
-    def counted(self: Any, *step: Any) -> Any:
-        taken.append(plain(self, *step))
+    def counted(self: Any, *arguments: Any) -> Any:
+        taken.append(step(self, *arguments))
         return taken[-1]
 
     outs = []
-    for shortcut in (counted, lambda self, *step: None):
-        monkeypatch.setattr(type(variant), "plain_step", shortcut)
+    for shortcut in (counted, lambda self, *arguments: None):
+        monkeypatch.setattr(fast, "step", shortcut)
         with torch.no_grad():
             answers = run(variant, [q, k, v], [1] * 30, variant.init_state(2, capacity=30, dtype=torch.float64))
         outs.append(torch.cat([a.out for a in answers], 2))

@@ -10,7 +10,7 @@ from attnlab._lengths import holds
 from attnlab.engines.additive import additive_projection, additive_scores, additive_tile_cost
 from attnlab.engines.banded import Band, band_of, banded_attention
 from attnlab.engines.chunked_recurrence import chunked_recurrence
-from attnlab.engines.fused import MASK_ELEMENTS, fused_attention, fused_step
+from attnlab.engines.fused import MASK_ELEMENTS, FusedSoftmax, fused_attention, fused_step
 from attnlab.engines.heads import accumulation_dtype, expand_heads, fold_groups, in_own_precision
 from attnlab.engines.linear import align_to_queries, causal_linear, causal_linear_blocks, read_sums
 from attnlab.engines.scan import scan_recurrence
@@ -27,6 +27,7 @@ from attnlab.engines.triton_launch import (
     run_kernel,
 )
 from attnlab.engines.unit_length import unit_length
+from attnlab.validation.fast_path import FastPath
 
 __all__ = [
     "MASK_ELEMENTS",
@@ -34,6 +35,8 @@ __all__ = [
     "Ahead",
     "Band",
     "Configuration",
+    "FastPath",
+    "FusedSoftmax",
     "Scoring",
     "accumulation_dtype",
     "additive_projection",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnlab.engines.fused import asks_for_out_alone
 from attnlab.engines.heads import accumulation_dtype, fold_groups, in_own_precision
-from attnlab.visibility.positions import leading_absent
+from attnlab.visibility.resolved import leading_absent
 
 if TYPE_CHECKING:
     from attnlab.call import Call

@@ -5,7 +5,9 @@ torch's function means True = may attend and aligns `is_causal` top-left; it tak
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from attnlab._lengths import holds
 from attnlab.call import AttentionOutput
 from attnlab.engines.tiled import PLAIN_ELEMENTS
 from attnlab.state import CacheState, State
+from attnlab.validation.fast_path import FastPath
 
 if TYPE_CHECKING:
     from attnlab.call import Call
@@ -38,11 +41,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, call: Call, scale
     if scale is not None and scale <= 0:
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
         query, scale = query * scale, 1.0
-    # The flash kernels want adjacent head elements; torch would fall back to the plain formula without a word.
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    if query.stride(2) < query.shape[3]:
-        query = query.contiguous()  # rows that overlap: torch's CPU kernel gives its result the query's strides
+    query, key, value = _laid_out(query, key, value)
     # A branch, so that it is a bool where shapes are dynamic as well.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
     seen = call.visibility
@@ -84,22 +83,59 @@ def _over_groups(
     return out.reshape(*query.shape[:3], value.shape[3])
 
 
-def fused_masked(query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor | None:
-    """`fused_attention` with torch's own scale, where `seen` is known whole and has no window, which bands serve; else None."""
-    mask = seen.known_dense
-    if mask is None or seen.left is not None or seen.right or value.shape[3] != key.shape[3]:
-        return None
+class FusedSoftmax(FastPath):
+    """torch's function with its defaults: the fast path of `softmax(q k^T / sqrt(Dk)) v` with all that `ScoreAttention` takes."""
+
+    def function(
+        self, variant: Any, causal: bool, contiguous: bool
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        if variant.num_heads != variant.num_kv_heads:
+            return None
+        if causal:
+            return _CONTIGUOUS_CAUSAL if contiguous else _causal
+        return scaled_dot_product_attention if contiguous else _bare
+
+    def masked(self, variant: Any, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility) -> Tensor | None:
+        """None unless the mask is there as a tensor and has no window, which the banded engine serves."""
+        mask = visibility.known_dense
+        if variant.num_heads != variant.num_kv_heads or value.shape[3] != key.shape[3]:
+            return None
+        if mask is None or visibility.left is not None or visibility.right:
+            return None
+        if not visibility.pairwise:  # one row, as the whole mask repeats it, or nothing
+            mask = None if visibility.key_present is None else visibility.key_present[:, None, None, :]
+        return scaled_dot_product_attention(*_laid_out(query, key, value), attn_mask=mask)
+
+    def step(self, variant: Any, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
+        return fused_step(query, key, value, state)
+
+
+_CONTIGUOUS_CAUSAL = partial(scaled_dot_product_attention, is_causal=True)
+
+
+def _bare(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return scaled_dot_product_attention(*_laid_out(query, key, value))
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return scaled_dot_product_attention(*_laid_out(query, key, value), is_causal=True)
+
+
+def _laid_out(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in a layout that torch's fused kernels take.
+
+    Flash kernels need adjacent head elements, else torch takes the plain formula without a word; with overlapping rows of the query the
+    CPU kernel gives its result the query's strides.
+    """
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    if not seen.pairwise:  # one row, where the whole mask repeats it, or nothing
-        mask = None if seen.key_present is None else seen.key_present[:, None, None, :]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return query.contiguous(), key.contiguous(), value.contiguous()
+    return query, key, value
 
 
 def fused_step(query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
     """One new token against a cache of which it may see everything, by torch's function with its own scale.
 
-    `Attention.plain_step` of variants for which that is true; None where the cache or the call is not so plain.
+    None for a cache or a call that needs more.
     """
     batch, heads, queries, width = query.shape
     _, kv_heads, keys, value_dim = value.shape

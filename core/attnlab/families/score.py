@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from attnlab.call import AttentionOutput, Call
 from attnlab.capabilities import DTYPES, Capabilities
 from attnlab.engines.banded import band_of, banded_attention
-from attnlab.engines.fused import fused_attention, fused_masked, fused_step
+from attnlab.engines.fused import fused_attention
 from attnlab.engines.heads import expand_heads
 from attnlab.engines.tiled import Scoring, tiled_attention
 from attnlab.errors import InvalidInput, PluginError
-from attnlab.gate.refusals import stated
 from attnlab.interface import Attention
 from attnlab.state.origin import Origin, readable
 from attnlab.state.states import CacheState, State, check_index
+from attnlab.validation.stages import mask_of
 from attnlab.visibility import Visibility
 
 SCORE_CAPABILITIES = Capabilities(
@@ -78,8 +75,6 @@ class ScoreAttention(Attention):
     reweights: bool = False
     hides: bool = False
     _projects: bool = False
-    _bare_fused: bool = False
-    _bare_step: bool = False
 
     def __init__(
         self,
@@ -97,22 +92,6 @@ class ScoreAttention(Attention):
         self.reweights = kind.reweight is not ScoreAttention.reweight
         self.hides = kind.visible is not ScoreAttention.visible
         self._projects = kind.project_key is not ScoreAttention.project_key
-        # Nothing of the author's stands between the inputs and torch's function with its defaults.
-        self._bare_step = kind.inner_product and all(
-            getattr(kind, method) is getattr(ScoreAttention, method)
-            for method in (
-                "project_query",
-                "project_key",
-                "reweight",
-                "visible",
-                "default_scale",
-                "attend",
-                "scores",
-                "extended",
-                "init_state",
-            )
-        )
-        self._bare_fused = self._bare_step and self.num_heads == self.num_kv_heads
 
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Scores `[B, Hq, tq, tk]`, before scale, of projected `query [B, Hq, tq, *]` and `key [B, Hq, tk, *]`: a tile.
@@ -144,20 +123,6 @@ class ScoreAttention(Attention):
     def tile_cost_of(self, query: Tensor) -> float:
         """`tile_cost` for projected queries such as these, where it depends on their device or on who traces."""
         return self.tile_cost
-
-    def plain_function(self, causal: bool, contiguous: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        if not self._bare_fused:
-            return super().plain_function(causal, contiguous)
-        if causal:
-            return _CAUSAL if contiguous else _fused_causal
-        return scaled_dot_product_attention if contiguous else _fused_plain
-
-    def plain_masked(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
-        out = fused_masked(query, key, value, seen) if self._bare_fused else None
-        return super().plain_masked(query, key, value, seen) if out is None else out
-
-    def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
-        return fused_step(query, key, value, state) if self._bare_step else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         state: State | None = None
@@ -278,10 +243,10 @@ class ScoreAttention(Attention):
                 f"parameters are, got {got}"
             )
         if key_mask is not None or key_lengths is not None:
-            said = stated(self, False, None, None, key_lengths, None, key_mask, None, None, None)
+            mask = mask_of(self.name, key_lengths=key_lengths, key_mask=key_mask)
             batch, _, length, _ = key.shape
             seen = Visibility.resolve(
-                said,
+                mask,
                 batch=batch,
                 num_heads=self.num_heads,
                 query_length=0,
@@ -317,21 +282,6 @@ class ScoreAttention(Attention):
             segments=None if seen is None else seen.key_segments,
             **further,
         )
-
-
-_CAUSAL = partial(scaled_dot_product_attention, is_causal=True)
-
-
-def _fused_plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    return scaled_dot_product_attention(query, key, value)
-
-
-def _fused_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or query.stride(2) < query.shape[3]:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    return scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class PrecomputedKeys:

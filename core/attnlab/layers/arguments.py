@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from attnlab._quoting import quoted
-from attnlab._symbolic import hint_of
+from attnlab._tracing import proxy_hint
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput
-from attnlab.gate.refusals import autocast_on
 from attnlab.interface import Attention
 from attnlab.layers.choice import choice
+from attnlab.validation.stages import autocast_on
 
 
 def check_widths(subject: str, *, embed_dim: int, num_heads: int, **further: int) -> None:
@@ -60,7 +60,7 @@ def check_input(subject: str, word: str, x: Any, layouts: Mapping[int, str], wid
     if not isinstance(x, Tensor) or x.dim() not in layouts or x.shape[-1] != width:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(
-            f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}{hint_of(x)}"
+            f"{subject}: {word} must be {' or '.join(layouts.values())} with width {width}, got {got}{proxy_hint(x)}"
         )
     check_meets(subject, word, x, weight)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab._entry_points import disabled, installed, normalised
 from attnlab._quoting import quoted
-from attnlab.catalogue import forget_instances
+from attnlab.cache import forget_all
 from attnlab.errors import AttnlabError, InvalidInput, RegistryFileError, UnknownVariant, nearest
-from attnlab.registry import trust
+from attnlab.registry import process, trust
 from attnlab.registry.fields import CREATE_ARGUMENTS, NAME, NAME_RULE, Spot
 from attnlab.registry.info import VariantInfo, describe, refuse
 from attnlab.registry.layers import DISABLED, LayerFile, find_layers, named_layers
@@ -133,7 +133,9 @@ class Registry:
         from attnlab.registry.making import make
 
         dims = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
-        return make(entry, cls, {**dims, "key_dim": key_dim, "value_dim": value_dim}, options)
+        variant = make(entry, cls, {**dims, "key_dim": key_dim, "value_dim": value_dim}, options)
+        variant._registry = self
+        return variant
 
     def register(
         self, name: str, target_class: type, *, summary: str = "", replaces: bool = False, **facts: Any
@@ -181,7 +183,35 @@ class Registry:
             self._entries, self._row_problems = entries, problems
         self._classes.clear()
         self._failures.clear()
-        forget_instances()
+        forget_all()
+
+    def declaring(self, formula: str, features: Iterable[str], dtype: str, device: str) -> list[str]:
+        """The names of the available variants of a formula whose rows declare all `features`, the dtype and the device."""
+        try:
+            rows = [self.info(name) for name in self.names()]
+        except AttnlabError:  # a broken registry file is reported where it is read; a refusal stands without names
+            return []
+        return [
+            row.name
+            for row in rows
+            if row.formula == formula
+            and row.capabilities is not None
+            and row.unavailable is None
+            and set(features) <= set(row.capabilities)
+            and (not row.dtypes or dtype in row.dtypes)
+            and (not row.devices or device in row.devices)
+        ]
+
+    # `torch.compile` takes the result for a constant: what `torch.compiler.assume_constant_result` sets, without torch.
+    declaring._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: object) -> Registry:
+        """The same registry: a copy of a variant belongs to the registry that made it."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled variant belongs to the registry of the process that loads it."""
+        return process.default_registry, ()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -242,6 +272,8 @@ class Registry:
             for n in unknown
         ]
 
+
+process.read = Registry.default
 
 _announced: set[tuple[str, str]] = set()  # names and places that this process has logged
 

@@ -22,7 +22,7 @@ from types import CodeType, FrameType, ModuleType
 from attnlab._files import read_regular
 from attnlab._quoting import quoted
 from attnlab.errors import RegistryFileError, VariantUnavailable
-from attnlab.registry import trust
+from attnlab.registry import process, trust
 from attnlab.registry.imports import below, folders_of
 from attnlab.registry.yaml_reader import read_file
 
@@ -138,9 +138,7 @@ def load_again(name: str) -> ModuleType | None:
 
 def _current_file(yaml_path: Path, target: str) -> Path:
     """The registry file at its old place, else the one of this process's registry that has such a target."""
-    from attnlab.catalogue import default_registry
-
-    layers = [layer for layer in default_registry().files if not layer.problem]  # which notes the named ones
+    layers = [layer for layer in process.default_registry().files if not layer.problem]  # which notes the named ones
     if os.path.lexists(yaml_path):
         return yaml_path
     for layer in reversed(layers):

@@ -69,8 +69,8 @@ class Origin:
         return fits and torch.equal(value.to(tensor.device), tensor)
 
 
-def origin_of(variant: Attention) -> dict[str, Tensor] | None:
-    """The tensors that states of `variant` are computed from; None where there are none, or none to look at."""
+def origin_of(variant: Any) -> dict[str, Tensor] | None:
+    """The tensors that states of a variant are computed from; None if there are none, or none whose values can be read."""
     return readable(variant.state_parts()) if variant._parameters or variant._buffers or variant._modules else None
 
 

@@ -38,8 +38,8 @@ class State:
     spent: bool = False
     origin: Origin | None = None
     named_only: ClassVar[bool] = False  # whether a variant must name this very class in `state_type` to be handed it
-    _judged: ClassVar[tuple[Any, ...] | None] = (
-        None  # the signature of the call that this state came from, where the next one may be like it
+    _signature: ClassVar[tuple[Any, ...] | None] = (
+        None  # of the call that returned this state, if the next may repeat it
     )
 
     def spend(self, subject: str) -> None:

@@ -15,29 +15,38 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from attnlab._quoting import quoted
+from attnlab.cache import BoundedCache
 from attnlab.errors import InvalidInput
+from attnlab.visibility.resolved import Visibility
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Offset = str | int | Tensor | None
 OFFSET_WORDS = ("top_left", "bottom_right")
+_LENGTHS = 256  # shapes of calls whose resolution a mask caches
+_FEW = 64  # numbers that are quicker to list than to reduce
+_FURTHEST = 1 << 62  # an offset beyond it leaves the range of int64 once a position is added
 
 
-class Kept(NamedTuple):
-    """What calls made of a mask: `found`, by their shapes; `dense`, the whole mask where it was given; and `word`, which parts it has."""
+class MaskCache(NamedTuple):
+    """What calls resolved of one mask.
 
-    found: dict[Any, Any]
+    resolved: visibility and padding, by the shapes of the call. dense: the whole mask `[B, 1, Lq, Lk]` if the caller had it.
+    parts: the names of the mask's parts.
+    """
+
+    resolved: BoundedCache
     dense: Tensor | None
-    word: str
+    parts: str
 
 
-class _Keeping:
-    """Room for what calls made of a mask, beside its fields, so that it is neither compared, copied nor pickled."""
+class _WithCache:
+    """A place for the cache beside the fields of a mask, so that it is neither compared, copied nor pickled."""
 
-    __slots__ = ("_kept",)
+    __slots__ = ("_cache",)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class AttentionMask(_Keeping):
+class AttentionMask(_WithCache):
     """One statement of visibility; its parts combine with AND (docs/contract.md, "Who may see whom").
 
     causal: a key's position may not exceed its query's.
@@ -83,23 +92,27 @@ class AttentionMask(_Keeping):
         if self.mask_mod is not None and not callable(self.mask_mod):
             raise InvalidInput(f"mask_mod must be a function (b, h, q, k) -> bool, got {_kind(self.mask_mod)}")
 
-    def keeping(self, dense: Tensor | None = None) -> AttentionMask:
-        """The same statement, which keeps what a call settles of it for the next call of the same shapes: one mask for all layers.
+    def with_cache(self, dense: Tensor | None = None) -> AttentionMask:
+        """The same mask, which caches its resolution for the shapes of each call: one mask for all layers of a model.
 
-        Nobody may write to its tensors as long as it is used. `dense` is what `to_dense` would give, bool `[B, 1, Lq, Lk]`, where
+        Its tensors must not be written to as long as it is used. dense: what `to_dense` would return, bool `[B, 1, Lq, Lk]`, if
         the caller has it already.
         """
         same = replace(self)
-        object.__setattr__(same, "_kept", Kept({}, dense, " ".join(("mask of", *self.given()))))
+        object.__setattr__(
+            same, "_cache", MaskCache(BoundedCache(_LENGTHS), dense, " ".join(("mask of", *self.given())))
+        )
         return same
 
+    keeping = with_cache  # its former name
+
     @property
-    def kept(self) -> Kept | None:
-        """What calls made of this mask; None where nothing is kept, as in a graph or a trace."""
+    def cache(self) -> MaskCache | None:
+        """The cache of this mask; None if it has none, and in a graph or a trace."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return None
-        kept: Kept | None = getattr(self, "_kept", None)
-        return kept
+        cache: MaskCache | None = getattr(self, "_cache", None)
+        return cache
 
     @property
     def positional(self) -> bool:
@@ -129,8 +142,6 @@ class AttentionMask(_Keeping):
 
         It takes `O(Lq Lk)` memory (times B or H only where a part depends on them): for looking and testing.
         """
-        from attnlab.visibility.resolved import Visibility
-
         seen = Visibility.resolve(
             self,
             batch=batch,
@@ -144,11 +155,40 @@ class AttentionMask(_Keeping):
             dense = dense & seen.query_present[:, None, :, None]
         return dense
 
+    def check_values(self, query_length: int, key_length: int, subject: str, *, everywhere: bool = False) -> None:
+        """`InvalidInput` for lengths outside `[0, L]`, segment ids below -1 and offsets that overflow; lengths count the call's own tokens.
+
+        Tensors on other devices, where looking would wait for the device, are looked at only with `everywhere`; in graphs, under transforms
+        and in fake tensors there is nothing to look at.
+        """
+        if torch.compiler.is_compiling():
+            return
+        for name, lengths, limit in (
+            ("key_lengths", self.key_lengths, key_length),
+            ("query_lengths", self.query_lengths, query_length),
+        ):
+            if lengths is not None and (ends := _ends(lengths, everywhere)) is not None:
+                low, high = ends
+                if low < 0 or high > limit:
+                    wrong = low if low < 0 else high
+                    raise InvalidInput(
+                        f"{subject}: {name} must lie in 0 to {limit}, the length of the call's tensors, got {wrong}; clip them, or pad the tensors"
+                    )
+        for part, ids in zip(("query_ids", "key_ids"), self.segments or (), strict=False):
+            if (ends := _ends(ids, everywhere)) is not None and ends[0] < -1:
+                raise InvalidInput(
+                    f"{subject}: segments {part} must be 0 or more, or -1 for an absent token, got {ends[0]}"
+                )
+        offset = self.offset
+        if isinstance(offset, (Tensor, int)):
+            ends = _ends(offset, everywhere) if isinstance(offset, Tensor) else (offset, offset)
+            if ends is not None and (ends[0] < -_FURTHEST or ends[1] > _FURTHEST):
+                wrong = ends[0] if ends[0] < -_FURTHEST else ends[1]
+                raise InvalidInput(f"{subject}: offset must lie in -2^62 to 2^62, got {wrong}")
+
     def validate(self, batch: int, num_heads: int, query_length: int, key_length: int) -> None:
         """Check the values on any device; `InvalidInput` names the first fault. A call checks those on the CPU by itself."""
-        from attnlab.visibility.values import check_values
-
-        check_values(self, query_length, key_length, "mask", everywhere=True)
+        self.check_values(query_length, key_length, "mask", everywhere=True)
         self.to_dense(batch, num_heads, query_length, key_length)
 
     @property
@@ -259,6 +299,31 @@ def _check_bool(name: str, value: object) -> None:
             else f"convert it with {name}.bool(), True = may attend"
         )
         raise InvalidInput(f"{name} must be a bool tensor, True = may attend, got {_kind(value)}; {hint}")
+
+
+def _ends(values: Tensor, everywhere: bool) -> tuple[int, int] | None:
+    """The least and the largest number; None where there is none, or none to be looked at."""
+    if not _readable(values) or not (values.is_cpu or everywhere) or not values.numel():
+        return None
+    if values.numel() <= _FEW:
+        numbers = values.flatten().tolist()
+        return min(numbers), max(numbers)
+    low, high = torch.aminmax(values)
+    return int(low), int(high)
+
+
+def _readable(values: Tensor) -> bool:
+    """Whether it has numbers: no fake tensor, no trace, no batch of a transform."""
+    modes = torch._C._TorchDispatchModeKey
+    return (
+        type(values) in (Tensor, torch.nn.Parameter)
+        and not values.is_meta
+        and not torch._C._functorch.is_legacy_batchedtensor(values)
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._get_tracing_state()
+        and torch._C._get_dispatch_mode(modes.FAKE) is None
+        and torch._C._get_dispatch_mode(modes.PROXY) is None
+    )
 
 
 _TENSOR_PARTS = ("key_mask", "key_lengths", "query_lengths", "allowed")

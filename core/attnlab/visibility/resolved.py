@@ -9,36 +9,21 @@ Nothing here reads the value of a tensor: positions and comparisons stay on the 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnlab._lengths import holds
-from attnlab.errors import InvalidInput
-from attnlab.visibility.mask import AttentionMask, MaskMod
-from attnlab.visibility.parts import (
-    also,
-    broadcast_rows,
-    check_shape,
-    checked_allowed,
-    checked_mod,
-    columns_at,
-    count_of,
-    joined,
-    moved_back,
-    past_ids,
-    ranks,
-    rows,
-    slice_axis,
-    with_past,
-    within_left,
-    without_columns,
-)
-from attnlab.visibility.positions import leading_of, span_of, unpadded_positions
-from attnlab.visibility.values import check_values
+from attnlab.errors import InvalidInput, PluginError
+
+if TYPE_CHECKING:
+    from attnlab.state import State
+    from attnlab.visibility.mask import AttentionMask, MaskMod
 
 _FAR = 1 << 62
+Rule = Callable[..., Any]
 
 
 class Forgotten(NamedTuple):
@@ -165,7 +150,7 @@ class Visibility:
         for name, lengths in (("key_lengths", mask.key_lengths), ("query_lengths", mask.query_lengths)):
             if lengths is not None:
                 check_shape(subject, name, lengths, (batch,), "[B]", device)
-        check_values(mask, query_length, new_length, subject)
+        mask.check_values(query_length, new_length, subject)
         if mask.key_lengths is not None:
             counted = torch.arange(new_length, device=device) < mask.key_lengths[:, None]  # [B, new]
             key_mask = counted if key_mask is None else key_mask & counted
@@ -200,6 +185,14 @@ class Visibility:
         v._settle_offset(mask, past, subject)
         v._drop_what_hides_nothing()
         return v
+
+    @classmethod
+    def causal(cls, query: Tensor, key: Tensor) -> Visibility:
+        """The visibility of `causal=True` alone, for tensors `[B, H, L, D]` of equal lengths."""
+        visibility = cls(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+        visibility.right = 0
+        visibility._drop_what_hides_nothing()
+        return visibility
 
     def _settle_offset(self, mask: AttentionMask, past: int | None, subject: str) -> None:
         offset, lq, lk = mask.offset, self.query_length, self.key_length
@@ -367,7 +360,7 @@ class Visibility:
     @property
     def leading(self) -> Tensor | None:
         """How many absent keys each row begins with, int64 `[B]`, all of them where none is present; None where no row may begin with one."""
-        return leading_of(self)
+        return _leading_of(self)
 
     @property
     def unpadded_key_positions(self) -> Tensor:
@@ -381,7 +374,7 @@ class Visibility:
 
     def _both_unpadded(self) -> tuple[Tensor, Tensor]:
         if self._unpadded is None:
-            self._unpadded = unpadded_positions(self)
+            self._unpadded = _unpadded_positions(self)
         return self._unpadded
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
@@ -460,7 +453,7 @@ class Visibility:
 
     def span(self, side: int = 1 << 10) -> tuple[Tensor, Tensor]:
         """Unpadded positions of the first and the last key that each query sees, int64 `[B, H, Lq]`; (0, -1) for one that sees none."""
-        return span_of(self, side)
+        return _span_of(self, side)
 
     def _modified(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         assert self.mask_mod is not None
@@ -474,3 +467,291 @@ class Visibility:
         q = rows(self.query_positions, q0, q1)[..., :, None]
         k = rows(self.key_positions, k0, k1)[..., None, :]
         return b, h, q, k
+
+
+def resolve_call(
+    mask: AttentionMask, query: Tensor, key: Tensor, state: State | None, subject: str
+) -> tuple[Visibility, Tensor | None]:
+    """The visibility of one call, and which of its own keys are padding.
+
+    padding: bool `[B, 1, Lk, 1]`, or None if no key is. Both come from the cache of the mask if it has one.
+    """
+    cache = None if state is not None else mask.cache
+    if cache is None:
+        return _resolved(mask, query, key, state, subject)
+    batch, heads, length, _ = query.shape
+    sizes = (batch, heads, length, key.shape[2], query.device, torch.is_inference_mode_enabled())
+    if sizes not in cache.resolved:
+        visibility, padding = _resolved(mask, query, key, None, subject)
+        if cache.dense is not None and tuple(cache.dense.shape) == (batch, 1, length, key.shape[2]):
+            visibility.known_dense = cache.dense
+        cache.resolved.put(sizes, (visibility, padding))
+        return visibility, padding
+    resolved: tuple[Visibility, Tensor | None] = cache.resolved[sizes]
+    return resolved
+
+
+def _resolved(
+    mask: AttentionMask, query: Tensor, key: Tensor, state: State | None, subject: str
+) -> tuple[Visibility, Tensor | None]:
+    past, new = None if state is None else state.length, key.shape[2]
+    visibility = Visibility.resolve(
+        mask,
+        batch=query.shape[0],
+        num_heads=query.shape[1],
+        query_length=query.shape[2],
+        key_length=new + (past or 0),
+        device=query.device,
+        subject=subject,
+        past=past,
+        past_present=None if state is None else state.key_present,
+        past_segments=None if state is None else state.key_segments,
+        past_leading=None if state is None else state.leading,
+    )
+    present = visibility.key_present
+    if present is None:
+        return visibility, None
+    return visibility, ~present[:, None, -new:, None] if new else present[:, None, :0, None]
+
+
+# -- positions that a formula reads: counted from the first present key of the row, or of the segment -----------------
+
+
+def _unpadded_positions(v: Visibility) -> tuple[Tensor, Tensor]:
+    """Positions of queries and of keys, counted from the first present key of the row, or of the segment: `[L]` or `[B, L]`."""
+    query, key = v.query_positions, v.key_positions
+    if v.key_segments is not None and v.query_segments is not None:
+        if v.padded_left and v.key_present is not None:
+            of = (v.key_segments, v.key_present)
+            query = query - leading_absent_of_segments(*of, v.query_segments)
+            key = key - leading_absent_of_segments(*of, v.key_segments)
+    elif (leading := _leading_of(v)) is not None:
+        query, key = query - leading[:, None], key - leading[:, None]
+    return query, key
+
+
+def _leading_of(v: Visibility) -> Tensor | None:
+    """`Visibility.leading`."""
+    if not v.padded_left or v.key_present is None:
+        return v.past_leading
+    if v.past_leading is None:
+        return leading_absent(v.key_present)
+    new = leading_absent(v.key_present[:, v.past :])
+    return v.past_leading + torch.where(v.past_leading == v.past, new, 0)
+
+
+def leading_absent(present: Tensor) -> Tensor:
+    """How many of `present [B, L]` are False before the first True, `[B]`; L where none is True."""
+    return (present.cumsum(1) == 0).sum(1)
+
+
+def leading_absent_of_segments(key_ids: Tensor, present: Tensor, ids: Tensor) -> Tensor:
+    """For each of `ids [B, n]` how many keys of that segment are absent before its first present one; 0 where none is present."""
+    length = key_ids.shape[1]
+    ordered = key_ids.sort(dim=1).values.contiguous()
+    begins = torch.searchsorted(ordered, key_ids.contiguous())  # a number for each segment, below L
+    place = torch.where(present, ranks(key_ids), length)
+    least = place.new_full((place.shape[0], length + 1), length).scatter_reduce(1, begins, place, "amin")
+    leading = least.gather(1, torch.searchsorted(ordered, ids.contiguous()))
+    return torch.where(leading == length, 0, leading)
+
+
+def _span_of(v: Visibility, side: int) -> tuple[Tensor, Tensor]:
+    """Unpadded positions of the first and the last key that each query sees, int64 `[B, H, Lq]`; (0, -1) for one that sees none."""
+    if torch.compiler.is_compiling():  # a loop over a length would make one graph for each
+        first, last = _ends(v, 0, v.query_length, 0, v.key_length)
+        return torch.where(last < 0, 0, first), last
+    parts = []
+    for q0 in range(0, v.query_length, side):
+        q1 = min(q0 + side, v.query_length)
+        ends = [_ends(v, q0, q1, k0, min(k0 + side, v.key_length)) for k0 in range(0, v.key_length, side)]
+        first = torch.stack([f for f, _ in ends]).amin(0)
+        last = torch.stack([n for _, n in ends]).amax(0)
+        parts.append((torch.where(last < 0, 0, first), last))
+    return torch.cat([f for f, _ in parts], 2), torch.cat([n for _, n in parts], 2)
+
+
+def _ends(v: Visibility, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
+    """`span` for a tile, with a position beyond all for queries that see none of its keys."""
+    at, seen = rows(v.unpadded_key_positions, k0, k1)[..., None, :], v.tile(q0, q1, k0, k1)
+    if seen is None:
+        seen = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=v.device)
+    first = torch.where(seen, at, v.key_length).amin(-1)
+    last = torch.where(seen, at, -1).amax(-1)
+    # A tile may leave axes out: what it says of batch, heads and rows holds for all of them.
+    shape = (v.batch, v.num_heads, q1 - q0)
+    return first.expand(shape), last.expand(shape)
+
+
+# -- parts of a visibility --------------------------------------------------------------------------------------------
+
+
+def rows(positions: Tensor, start: int, stop: int) -> Tensor:
+    """`[1, 1, n]` or `[B, 1, n]` of positions `[L]` or `[B, L]`."""
+    part = positions[..., start:stop]
+    return part[None, None] if part.dim() == 1 else part[:, None]
+
+
+def slice_axis(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
+    return tensor if tensor.shape[axis] == 1 else tensor.narrow(axis, start, stop - start)
+
+
+def without_columns(tensor: Tensor, start: int, stop: int, front: Tensor | None = None) -> Tensor:
+    """The last axis, keys, without those from `start` to `stop`; one column that stands for all stays.
+
+    front `[B, start]`: the keys whose columns come first, where these are not the first `start`.
+    """
+    if tensor.shape[-1] == 1:
+        return tensor
+    if not start:
+        return tensor[..., stop:]
+    if front is None:
+        return torch.cat([tensor[..., :start], tensor[..., stop:]], -1)
+    rest = tensor[..., stop:]
+    first = columns_at(tensor, front)
+    return torch.cat([first, rest.expand(*first.shape[:-1], rest.shape[-1])], -1)
+
+
+def columns_at(tensor: Tensor, index: Tensor) -> Tensor:
+    """Of `tensor [B | 1, ..., Lk]` the columns `index [B, n]`, another choice for each row; past the end, the last one."""
+    index = index.clamp(max=tensor.shape[-1] - 1)
+    index = index.view(index.shape[0], *(1,) * (tensor.dim() - 2), index.shape[1])
+    shape = (index.shape[0], *tensor.shape[1:-1])
+    return tensor.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
+
+
+def moved_back(function: Callable[..., Any], start: int, gone: int, front: Tensor | None = None) -> Callable[..., Any]:
+    """A `mask_mod` or `score_mod` of positions, for positions where `gone` keys from `start` on were taken out.
+
+    front `[B, start]`: the keys that come first, where these are not the first `start`.
+    """
+
+    def moved(*parts: Any) -> Any:
+        *others, b, h, q, k = parts
+        first = k if front is None else front[b, k.clamp(max=start - 1)]
+        return function(*others, b, h, q + gone, torch.where(k < start, first, k + gone))
+
+    return moved
+
+
+def also(given: Rule | None, rule: Rule) -> Rule:
+    """Both rules at once."""
+    if given is None:
+        return rule
+    return lambda b, h, q, k: given(b, h, q, k) & rule(b, h, q, k)
+
+
+def within_left(left: int, sink_tokens: int) -> Rule:
+    return lambda b, h, q, k: (k >= q - left) | (k < sink_tokens)
+
+
+def joined(bounds: list[tuple[int, int]]) -> tuple[int, int, int | None]:
+    """`(left, sink_tokens, strict_left)` of left bounds `(left, sink_tokens)`, at most one of which exempts sink tokens."""
+    strict: int | None = None
+    exempt = [bound for bound in bounds if bound[1]]
+    for left, sinks in bounds:  # a loop: torch.compile cannot trace min(..., default=)
+        if not sinks:
+            strict = left if strict is None else min(strict, left)
+    if len(exempt) > 1:
+        raise PluginError(
+            f"two windows with sink tokens do not combine: got {exempt[0]} and {exempt[1]} (left, sink_tokens)"
+        )
+    if not exempt or (strict is not None and strict <= exempt[0][0]):
+        assert strict is not None
+        return strict, 0, None
+    return *exempt[0], strict
+
+
+def broadcast_rows(ids: Tensor, batch: int) -> Tensor:
+    return ids.expand(batch, -1) if ids.shape[0] == 1 else ids
+
+
+def past_ids(past_segments: Tensor | None, batch: int, past: int, device: torch.device) -> Tensor:
+    if past_segments is not None:
+        return past_segments
+    raise InvalidInput("segments: the state holds tokens without segments; start a new state for packed input")
+
+
+def with_past(
+    new: Tensor | None, past_present: Tensor | None, batch: int, past: int, new_length: int, device: torch.device
+) -> Tensor | None:
+    if not past or (new is None and past_present is None):
+        return new if not past else None
+    old = past_present if past_present is not None else torch.ones(batch, past, dtype=torch.bool, device=device)
+    fresh = new if new is not None else torch.ones(batch, new_length, dtype=torch.bool, device=device)
+    return torch.cat([old, fresh], 1)
+
+
+def ranks(ids: Tensor) -> Tensor:
+    """For each token the number of earlier tokens of its row with the same id; `[B, L]`, `O(L log L)`."""
+    order = torch.argsort(ids, dim=1, stable=True)
+    ordered = ids.gather(1, order)
+    first = torch.searchsorted(ordered.contiguous(), ordered.contiguous())  # start of each run of equal ids
+    rank = torch.arange(ids.shape[1], device=ids.device) - first
+    return torch.empty_like(rank).scatter_(1, order, rank)
+
+
+def count_of(pool: Tensor, ids: Tensor) -> Tensor:
+    """How many of `pool [B, n]` equal each of `ids [B, L]`; `[B, L]`."""
+    ordered = pool.sort(dim=1).values.contiguous()
+    wanted = ids.contiguous()
+    return torch.searchsorted(ordered, wanted, right=True) - torch.searchsorted(ordered, wanted)
+
+
+def check_shape(
+    subject: str, name: str, tensor: Tensor, shape: tuple[int, ...], words: str, device: torch.device
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise InvalidInput(f"{subject}: {name} must be {words} = {list(shape)}, got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise InvalidInput(
+            f"{subject}: {name} is on {tensor.device} and query on {device}; move it with .to(query.device)"
+        )
+
+
+def checked_allowed(mask: Tensor | None, v: Visibility, subject: str, stateful: bool) -> Tensor | None:
+    """The bool mask with four axes, after its shape and device were judged."""
+    if mask is None:
+        return None
+    full = [v.batch, v.num_heads, v.query_length, v.key_length]
+    got = list(mask.shape)
+    if mask.dim() == 3:
+        a, q, k = got
+        raise InvalidInput(
+            f"{subject}: mask must be [Lq, Lk] or broadcast to {full}, got {got}; if its first axis is the batch add a "
+            f"head axis (mask[:, None], [{a}, 1, {q}, {k}]), if it is the heads add a batch axis (mask[None], [1, {a}, {q}, {k}])"
+        )
+    if mask.dim() == 1:
+        raise InvalidInput(
+            f"{subject}: mask must be [Lq, Lk] or broadcast to {full}, got {got}; if it marks keys pass key_mask= ([B, Lk]), "
+            "if it marks queries pass mask=mask[None, None, :, None]"
+        )
+    if mask.dim() not in (2, 4):
+        raise InvalidInput(f"{subject}: mask must be [Lq, Lk] or broadcast to {full}, got {got}")
+    four = mask[None, None] if mask.dim() == 2 else mask
+    fits = all(have in (1, want) for have, want in zip(four.shape, full, strict=True))
+    if mask.dim() == 2 and got != full[2:]:
+        fits = False
+    if not fits:
+        extra = "; with a state the mask spans past and new keys" if stateful else ""
+        raise InvalidInput(f"{subject}: mask must be [Lq, Lk] = {full[2:]} or broadcast to {full}, got {got}{extra}")
+    if mask.device != v.device:
+        raise InvalidInput(
+            f"{subject}: mask is on {mask.device} and query on {v.device}; move it with .to(query.device)"
+        )
+    return four
+
+
+def checked_mod(seen: Any, full: list[int], device: torch.device) -> Tensor:
+    """What a mask_mod gave for a tile of shape `full`, bool, with the tile's rows and columns; `InvalidInput` where it is no such thing."""
+    if isinstance(seen, bool):
+        seen = torch.full((), seen, device=device)
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+        raise InvalidInput(f"mask_mod must return bool, True = may attend, got {got}; use score_mod= to change scores")
+    lead = [1] * (4 - seen.dim()) + list(seen.shape)
+    if len(lead) != 4 or any(have not in (1, want) for have, want in zip(lead, full, strict=True)):
+        raise InvalidInput(
+            f"mask_mod must return bool that broadcasts to {full}, the shapes of b, h, q, k, got {list(seen.shape)}"
+        )
+    return seen.expand(*lead[:2], *full[2:])

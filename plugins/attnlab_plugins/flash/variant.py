@@ -80,7 +80,7 @@ class FlashAttention(Attention):
             self.narrow(**dict.fromkeys(_BY_KERNELS, _WHY))
         elif kernels_serve("cpu"):
             self.capabilities = self.capabilities_on("cpu")
-            self._prepare_gate()
+            self._declare()
 
     def capabilities_on(self, device: str) -> Capabilities:
         """What can be asked for on this kind of device in this process: of kernels where they serve it, else of torch."""

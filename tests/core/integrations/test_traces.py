@@ -100,7 +100,7 @@ def test_nothing_of_a_trace_is_kept():
     before = set(_instances)
     traced(Module(), *inputs())
     traced(ByName("dot_product"), *inputs())
-    assert not instance._served
+    assert not instance._validated
     assert not instance._verdicts
     assert not mask.kept.found
     assert all(isinstance(size, (int, str)) for name in set(_instances) | before for size in name)

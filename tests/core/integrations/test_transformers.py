@@ -294,7 +294,7 @@ def test_names_never_hold_a_word_that_means_something_else_there():
 def test_a_row_without_a_usable_name_is_refused(monkeypatch):
     registry = attnlab.Registry.default()
     registry.register("my_flash", registry.variant_class("flash"), summary="a name that means something there")
-    monkeypatch.setattr("attnlab.catalogue._default", registry)
+    monkeypatch.setattr("attnlab.registry.process._current", registry)
     with pytest.raises(PluginError, match=r"my_flash.*'flash'.*hf_name"):
         hf.name("my_flash")
     assert "my_flash" not in hf.register()

@@ -136,7 +136,7 @@ def test_the_structure_of_a_packed_mask_says_what_the_tensor_says(window):
     assert structure.segments is not None
     assert structure.allowed is None
     assert torch.equal(structure.to_dense(1, 1, 12, 12).expand(1, 1, 12, 12), mask)
-    assert attnlab.AttentionMask(**{p: getattr(structure, p) for p in structure.given()}).kept is None
+    assert attnlab.AttentionMask(**{p: getattr(structure, p) for p in structure.given()}).cache is None
 
 
 # F03: an attention_mask of ones, or a cache, beside restarting position ids.

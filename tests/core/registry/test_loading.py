@@ -242,8 +242,8 @@ def test_a_part_that_the_plugins_own_package_lacks_is_not_something_to_install(
     [
         (ModuleNotFoundError("No module named 'torch'", name="torch"), "install 'torch', which it imports"),
         (
-            ModuleNotFoundError("No module named 'attnlab.gate.arguments'", name="attnlab.gate.arguments"),
-            "there is no module 'attnlab.gate.arguments': reinstall 'attnlab', or correct the name",
+            ModuleNotFoundError("No module named 'attnlab.validation.arguments'", name="attnlab.validation.arguments"),
+            "there is no module 'attnlab.validation.arguments': reinstall 'attnlab', or correct the name",
         ),
         (ModuleNotFoundError("No module named '_ctypes'", name="_ctypes"), "'_ctypes' belongs to Python itself"),
         (ImportError("cannot import name 'x' from 'torch'", name="torch"), "see `attnlab doctor`"),

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from attnlab.call import AttentionOutput, call_signature
+from attnlab.cache import BoundedCache
+from attnlab.call import AttentionOutput, signature_of
 from attnlab.capabilities import Capabilities
 from attnlab.errors import InvalidInput, UnsupportedRequest
-from attnlab.gate.cache import Shortcuts
 from attnlab.integrations._torch_masks import bias_of
 from attnlab.integrations.transformers.arguments import Words, dropout_setting, words_of
 from attnlab.integrations.transformers.masks import asked_of, is_additive, rule_of
@@ -65,7 +65,7 @@ class ModelFunction:
 
     def __init__(self, source: Source, *, bare: bool = False) -> None:
         self.source, self.bare = source, bare
-        self._shortcuts = Shortcuts()
+        self._functions = BoundedCache()  # by what a call says, its signature and its scale
 
     def __call__(
         self,
@@ -97,18 +97,18 @@ class ModelFunction:
             packed = packed_sequences(module, positions, attention_mask, "causal" in (said or ()), n_q, n_k)
             if packed is not None:
                 attention_mask, said = packed.mask, None if packed.said is None else {"mask": packed.said}
-        call, kept, since = None, None, 0
+        signature, mask, generation = None, None, 0
         plain = not (asked or refused or dropout or segments)
-        if self.bare and said is not None and window is None and plain:
-            # The shortcut of small inputs, as `attnlab.attention` has it.
-            since = self._shortcuts.generation
-            call, kept = _call_of(query, key, value, said, scaling)
-            served = self._shortcuts.held.get(call) if call else None
-            if served is not None and not torch._C._is_any_autocast_enabled():
-                out = served(query, key, value) if kept is None else served(query, key, value, kept)
+        if self.bare and said is not None and window is None and plain and not torch.compiler.is_compiling():
+            # The fast path of small inputs, as `attnlab.attention` has it.
+            generation = self._functions.generation
+            signature, mask = _signature_of(query, key, value, said, scaling)
+            function = self._functions.get(signature) if signature else None
+            if function is not None and not torch._C._is_any_autocast_enabled():
+                out = function(query, key, value) if mask is None else function(query, key, value, mask)
                 return out.transpose(1, 2).contiguous(), None
         if query.shape[0] != key.shape[0]:
-            query, key, value, call = *_of_one_batch(query, key, value), None
+            query, key, value, signature = *_of_one_batch(query, key, value), None
         attention = self.source(module, query, key, value)
         for word, reason in refused.items():
             raise UnsupportedRequest(
@@ -131,30 +131,31 @@ class ModelFunction:
         if scaling is not None:
             given, query = query, _put_scale(attention, asked, scaling, query)
             if query is not given:
-                call = None  # the shortcut serves a query as it came
+                signature = None  # the fast path serves a query as it came
         if dropout:
             _put_dropout(attention, asked, dropout, module)
         if n_q != n_k and isinstance(attention, Attention):
             check_positions(attention, query, key, asked)
         serve = attention.forward if self.bare else attention
         result = serve(query, key, value, **asked)
-        if call and "scale" not in asked and isinstance(attention, Attention):
+        if signature and "scale" not in asked and isinstance(attention, Attention):
             causal = asked.get("causal", False)
-            self._shortcuts.learn(call, attention, query, key, value, causal, kept, since=since)
+            if (function := attention.validated_function(query, key, value, causal, mask)) is not None:
+                self._functions.put(signature, function, generation)
         return result.out.transpose(1, 2).contiguous(), result.weights  # [B, Lq, Hq, Dv]
 
 
-def _call_of(
+def _signature_of(
     query: Tensor, key: Tensor, value: Tensor, said: Mapping[str, Any], scaling: float | None
 ) -> tuple[Any, AttentionMask | None]:
-    """What such a call is remembered by, None where it is not, and its mask where that keeps."""
-    if torch.compiler.is_compiling() or not (scaling is None or type(scaling) is float):
+    """The key of such calls on the fast path, None for a call that cannot take it, and the mask if that has a cache."""
+    if not (scaling is None or type(scaling) is float):
         return None, None  # a tensor's value may change
     mask = said.get("mask")
     if mask is None:
-        return (call_signature("", query, key, value, "causal" in said), scaling), None
-    kept = mask.kept
-    return (None if kept is None else (call_signature(kept.word, query, key, value, False), scaling)), mask
+        return (signature_of("", query, key, value, "causal" in said), scaling), None
+    cache = mask.cache
+    return (None if cache is None else (signature_of(cache.parts, query, key, value, False), scaling)), mask
 
 
 def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Mapping[str, Any]) -> None:

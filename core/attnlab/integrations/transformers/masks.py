@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlab._tracing import run_while_tracing
 from attnlab.engines.triton_launch import are_plain
-from attnlab.gate.refusals import run_while_tracing
 from attnlab.visibility import AttentionMask
 
 _TAG = "_attnlab_structure"
@@ -82,7 +82,7 @@ def make_mask(
         structure = AttentionMask(key_mask=_present(attention_mask, kv_length, kv_offset), **pattern)
         if not torch.compiler.is_compiling():
             # One for all layers of the forward; a view, as the mask itself would be held by its own attribute.
-            structure = structure.keeping(dense=mask.detach())
+            structure = structure.with_cache(dense=mask.detach())
         asked = _asked(structure, q_length == kv_length)
     result = _as_eager(mask, dtype) if additive else mask
     setattr(result, _TAG, (structure, _version(result), asked, mask if additive else None))

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnlab._tracing import run_while_tracing, shape_of
+from attnlab.cache import BoundedCache
 from attnlab.catalogue import create
 from attnlab.errors import InvalidInput
-from attnlab.gate.cache import Remembered
-from attnlab.gate.refusals import run_while_tracing, shape_of
 from attnlab.integrations.transformers.function import Source
 from attnlab.interface import Attention
 from attnlab.layers.choice import storable
 
-_made = Remembered()
-instances: dict[tuple[str | int, ...], Attention] = _made.held
+instances = BoundedCache()  # by variant, options and sizes
 
 
 def by_name(variant: str, options: Mapping[str, Any] | None = None) -> Source:
@@ -34,9 +33,10 @@ def by_name(variant: str, options: Mapping[str, Any] | None = None) -> Source:
         # A graph asks each time: what it has looked up once it takes for the whole dict.
         if torch.compiler.is_compiling():
             _make(*sizes)
-            return instances[sizes]
-        found = instances.get(sizes)
-        return _new(*sizes) if found is None else found
+            traced: Attention = instances[sizes]
+            return traced
+        instance = instances.get(sizes)
+        return _new(*sizes) if instance is None else instance
 
     return find
 
@@ -50,7 +50,7 @@ def _make(variant: str, options: str, heads: int, kv_heads: int, width: int, key
 
 def _new(variant: str, options: str, heads: int, kv_heads: int, width: int, key_dim: int, value_dim: int) -> Attention:
     """The variant of these sizes, now among the instances."""
-    since = _made.generation
+    generation = instances.generation
     instance = create(
         variant,
         num_heads=heads,
@@ -66,5 +66,5 @@ def _new(variant: str, options: str, heads: int, kv_heads: int, width: int, key_
             f"{variant}: it {holds}, so one function cannot serve every layer; use install(model, {variant!r}), "
             "or using(model, {layer: attnlab.create(...), ...}) for one block"
         )
-    _made.put((variant, options, heads, kv_heads, width, key_dim, value_dim), instance, since)
+    instances.put((variant, options, heads, kv_heads, width, key_dim, value_dim), instance, generation)
     return instance

@@ -1,4 +1,4 @@
-"""`AttentionMask.keeping`: what a call settles of a mask serves the next of its shapes, and changes no answer."""
+"""`AttentionMask.with_cache`: a cached resolution serves the next call of the same shapes and changes no answer."""
 
 import copy
 import pickle
@@ -46,14 +46,14 @@ def resolved(monkeypatch):
 def test_answers_and_gradients_are_those_of_the_mask_itself(name, variant, dense, resolved):
     mask = AttentionMask(**MASKS[name])
     whole = mask.to_dense(2, 1, 6, 6).expand(2, 1, 6, 6) if dense else None
-    kept = mask.keeping(whole)
+    cached = mask.with_cache(whole)
     made = attnlab.create(variant, num_heads=2, head_dim=8)
     given = inputs()
     wanted = made(*given, mask=mask).out
     gradients = torch.autograd.grad(wanted.square().sum(), given)
     resolved.clear()
     for _ in range(2):
-        found = made(*given, mask=kept).out
+        found = made(*given, mask=cached).out
         assert torch.equal(found, wanted) or torch.allclose(found, wanted, atol=2e-6)
         for mine, theirs in zip(torch.autograd.grad(found.square().sum(), given), gradients, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
@@ -61,87 +61,87 @@ def test_answers_and_gradients_are_those_of_the_mask_itself(name, variant, dense
 
 
 def test_absent_slots_are_cleaned_in_every_call():
-    kept = AttentionMask(key_mask=PRESENT).keeping()
+    cached = AttentionMask(key_mask=PRESENT).with_cache()
     query, key, value = (x.detach() for x in inputs())
-    wanted = attnlab.attention(query, key, value, mask=kept)
+    wanted = attnlab.attention(query, key, value, mask=cached)
     key[0, :, :2], value[0, :, :2] = torch.nan, torch.inf
-    assert torch.equal(attnlab.attention(query, key, value, mask=kept), wanted)
+    assert torch.equal(attnlab.attention(query, key, value, mask=cached), wanted)
 
 
 def test_other_shapes_are_settled_anew_and_wrong_ones_refused(resolved):
-    kept = AttentionMask(causal=True, offset=0).keeping()
+    cached = AttentionMask(causal=True, offset=0).with_cache()
     given = {length: inputs(length) for length in (6, 4)}
     wanted = {length: attnlab.attention(*x, causal=True) for length, x in given.items()}
     resolved.clear()
     for length in (6, 4, 6, 4):
-        torch.testing.assert_close(attnlab.attention(*given[length], mask=kept), wanted[length])
+        torch.testing.assert_close(attnlab.attention(*given[length], mask=cached), wanted[length])
     assert [sizes["query_length"] for sizes in resolved] == [6, 4]
     with pytest.raises(InvalidInput, match=r"key_mask must be \[B, Lk\]"):
-        attnlab.attention(*inputs(4), mask=AttentionMask(key_mask=PRESENT).keeping())
+        attnlab.attention(*inputs(4), mask=AttentionMask(key_mask=PRESENT).with_cache())
 
 
 def test_what_is_said_beside_it_still_counts_and_twice_is_refused():
-    kept = AttentionMask(key_mask=PRESENT).keeping()
+    cached = AttentionMask(key_mask=PRESENT).with_cache()
     query, key, value = inputs()
     wanted = attnlab.attention(query, key, value, key_mask=PRESENT, causal=True)
-    torch.testing.assert_close(attnlab.attention(query, key, value, mask=kept, causal=True), wanted)
+    torch.testing.assert_close(attnlab.attention(query, key, value, mask=cached, causal=True), wanted)
     with pytest.raises(InvalidInput, match="key_mask given twice"):
-        attnlab.attention(query, key, value, mask=kept, key_mask=PRESENT)
+        attnlab.attention(query, key, value, mask=cached, key_mask=PRESENT)
 
 
 def test_inference_leaves_nothing_that_training_could_trip_over():
-    kept = AttentionMask(causal=True, offset=0, key_mask=PRESENT).keeping()
+    cached = AttentionMask(causal=True, offset=0, key_mask=PRESENT).with_cache()
     given = inputs()
     with torch.inference_mode():
-        attnlab.attention(*given, mask=kept)
-    attnlab.attention(*given, mask=kept).sum().backward()
+        attnlab.attention(*given, mask=cached)
+    attnlab.attention(*given, mask=cached).sum().backward()
     assert all(x.grad.isfinite().all() for x in given)
 
 
 def test_a_call_served_with_a_mask_excuses_none_that_differs():
     """The second call with a mask that keeps takes a shortcut, which must not be taken by these."""
     made = attnlab.create("dot_product", num_heads=2, head_dim=8)
-    given, kept = [x.detach() for x in inputs()], AttentionMask(key_mask=PRESENT).keeping()
+    given, cached = [x.detach() for x in inputs()], AttentionMask(key_mask=PRESENT).with_cache()
     for _ in range(3):
-        wanted = made(*given, mask=kept).out
+        wanted = made(*given, mask=cached).out
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert made(*given, mask=kept).out.dtype == torch.bfloat16
-    assert made(*given, mask=kept, need_weights=True).weights is not None
-    assert torch.equal(made(*given, mask=AttentionMask().keeping()).out, made(*given).out)
-    other = AttentionMask(key_mask=PRESENT.flip(1)).keeping()
+        assert made(*given, mask=cached).out.dtype == torch.bfloat16
+    assert made(*given, mask=cached, need_weights=True).weights is not None
+    assert torch.equal(made(*given, mask=AttentionMask().with_cache()).out, made(*given).out)
+    other = AttentionMask(key_mask=PRESENT.flip(1)).with_cache()
     torch.testing.assert_close(made(*given, mask=other).out, made(*given, key_mask=PRESENT.flip(1)).out)
-    assert torch.equal(made(*given, mask=kept).out, wanted)
+    assert torch.equal(made(*given, mask=cached).out, wanted)
     with pytest.raises(InvalidInput, match=r"key_mask must be \[B, Lk\]"):
-        made(*given, mask=AttentionMask(key_mask=PRESENT[:, :5]).keeping())
-    cached = made.init_state(batch=2)
-    assert made(*given, mask=kept, state=cached).state.length == 6
+        made(*given, mask=AttentionMask(key_mask=PRESENT[:, :5]).with_cache())
+    state = made.init_state(batch=2)
+    assert made(*given, mask=cached, state=state).state.length == 6
 
 
 def test_a_variant_that_lacks_what_a_mask_says_refuses_it_each_time():
     made = attnlab.create("linearised", num_heads=2, head_dim=8)
     given = inputs()
     for _ in range(2):
-        made(*given, mask=AttentionMask(key_mask=PRESENT).keeping())
+        made(*given, mask=AttentionMask(key_mask=PRESENT).with_cache())
         with pytest.raises(attnlab.UnsupportedRequest, match="window"):
-            made(*given, mask=AttentionMask(key_mask=PRESENT, window=(2, 0), offset=0).keeping())
+            made(*given, mask=AttentionMask(key_mask=PRESENT, window=(2, 0), offset=0).with_cache())
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy])
 def test_a_copy_says_the_same_and_keeps_nothing(again):
-    kept = AttentionMask(causal=True, key_mask=PRESENT).keeping()
-    attnlab.attention(*inputs(), mask=kept)
-    for other in (again(kept), pickle.loads(pickle.dumps(kept))):
-        assert other.kept is None
-        assert other.given() == kept.given()
-        assert torch.equal(other.to_dense(2, 1, 6, 6), kept.to_dense(2, 1, 6, 6))
+    cached = AttentionMask(causal=True, key_mask=PRESENT).with_cache()
+    attnlab.attention(*inputs(), mask=cached)
+    for other in (again(cached), pickle.loads(pickle.dumps(cached))):
+        assert other.cache is None
+        assert other.given() == cached.given()
+        assert torch.equal(other.to_dense(2, 1, 6, 6), cached.to_dense(2, 1, 6, 6))
 
 
 def test_a_graph_keeps_nothing():
     torch._dynamo.reset()
-    kept = AttentionMask(causal=True, offset=0, key_mask=PRESENT).keeping()
+    cached = AttentionMask(causal=True, offset=0, key_mask=PRESENT).with_cache()
     query, key, value = (x.detach() for x in inputs())
-    graph = torch.compile(lambda q, k, v: attnlab.attention(q, k, v, mask=kept), backend="eager", fullgraph=True)
+    graph = torch.compile(lambda q, k, v: attnlab.attention(q, k, v, mask=cached), backend="eager", fullgraph=True)
     found = graph(query, key, value)
-    assert not kept.kept.found
-    torch.testing.assert_close(found, attnlab.attention(query, key, value, mask=kept))
+    assert not cached.cache.resolved
+    torch.testing.assert_close(found, attnlab.attention(query, key, value, mask=cached))
     torch._dynamo.reset()
