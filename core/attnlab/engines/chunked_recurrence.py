@@ -8,8 +8,8 @@ Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Se
 Delta Networks", section 3.3. Every exponent is a sum of g between two tokens, so 0 or less: nothing overflows.
 
 On CUDA Triton kernels do it in float32 where g is one number a token or none, see `recurrence_triton`. No GPU has run those.
-The loop over chunks would tie a graph to their number: under `torch.compile` the whole is one operator, see `recurrence_in_graphs`, and
-`torch.export` gets torch's own operator for loops.
+The loop over chunks would tie a graph to their number: under `torch.compile` the whole is one operator, whose backward
+computes the forward again, and `torch.export` gets torch's own operator for loops.
 
 Notation: X heads of all items; G query heads a key head; N chunks of C tokens; D key, E value width.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attnlab._lengths import chunks_of, first_of, in_chunks
-from attnlab.engines import recurrence_in_graphs, recurrence_triton
+from attnlab.engines import recurrence_triton
 from attnlab.engines.decays import decays_of
 from attnlab.engines.triton_launch import are_plain, kernels_serve
 
@@ -66,7 +66,7 @@ def chunked_recurrence(
     and keep the inputs, and u where writing corrects; a gradient of their gradient is that of the form in torch.
     """
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        return recurrence_in_graphs.call(memory, query, key, value, beta, log_decay, corrects)
+        return _as_operator(memory, query, key, value, beta, log_decay, corrects)
     if served_by_kernels(memory, query, key, value, beta, log_decay=log_decay):
         if corrects:
             beta = torch.ones_like(key[..., 0]) if beta is None else beta
@@ -220,3 +220,99 @@ def _carried(
         state, update = step(state, [x[:, i] for x in parts])
         updates.append(update)
     return state, torch.stack(states, 1), written if asked is None else torch.stack(updates, 1)
+
+
+# -- one operator of a graph of torch.compile: it runs what eager mode runs, Triton kernels included ------------------
+
+
+def _as_operator(
+    memory: Tensor,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    corrects: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """`chunked_recurrence` of these."""
+    out, last = _forward_operator(memory, query, key, value, beta, log_decay, corrects)
+    return (None if query is None else out), last
+
+
+@torch.library.custom_op(
+    "attnlab::chunked_recurrence",
+    mutates_args=(),
+    schema="(Tensor memory, Tensor? query, Tensor key, Tensor value, Tensor? beta, Tensor? log_decay, bool corrects) -> (Tensor, Tensor)",
+)
+def _forward_operator(
+    memory: Tensor,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    corrects: bool,
+) -> tuple[Tensor, Tensor]:
+    out, last = chunked_recurrence(memory, query, key, value, beta=beta, log_decay=log_decay, corrects=corrects)
+    # An operator's results are no views of its inputs.
+    return (value.new_empty(0) if out is None else out.contiguous()), last.clone()
+
+
+@_forward_operator.register_fake
+def _(memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    out = value.new_empty(0) if query is None else value.new_empty(*query.shape[:4], value.shape[3])
+    return out, torch.empty_like(memory, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "attnlab::chunked_recurrence_backward",
+    mutates_args=(),
+    schema="(Tensor? of_out, Tensor of_last, Tensor memory, Tensor? query, Tensor key, Tensor value, Tensor? beta, Tensor? log_decay,"
+    " bool corrects) -> Tensor[]",
+)
+def _backward_operator(
+    of_out: Tensor | None,
+    of_last: Tensor,
+    memory: Tensor,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    corrects: bool,
+) -> list[Tensor]:
+    inputs = (memory, query, key, value, beta, log_decay)
+    there = [x for x in inputs if x is not None]
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        left = iter(tensors)
+        m, q, k, v, b, g = (None if x is None else next(left) for x in inputs)
+        assert m is not None
+        assert k is not None
+        assert v is not None
+        out, last = chunked_recurrence(m, q, k, v, beta=b, log_decay=g, corrects=corrects)
+        return (last,) if out is None else (last, out)
+
+    # Below autograd, as an operator is, this is what differentiates.
+    _, pull = torch.func.vjp(run, *there)  # type: ignore[misc] # two results without has_aux
+    gradients = pull((of_last,) if of_out is None else (of_last, of_out))
+    return [x.contiguous().clone() for x in gradients]
+
+
+@_backward_operator.register_fake
+def _(of_out: Tensor | None, of_last: Tensor, *inputs: Any) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if isinstance(x, Tensor)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.corrects = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _operator_gradients(ctx: Any, of_out: Tensor, of_last: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    made = iter(_backward_operator(None if tensors[1] is None else of_out, of_last, *tensors, ctx.corrects))
+    return (*(None if x is None else next(made) for x in tensors), None)
+
+
+_forward_operator.register_autograd(_operator_gradients, setup_context=_save)

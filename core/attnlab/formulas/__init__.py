@@ -33,7 +33,7 @@ from attnlab.formulas._parts import mix, pair_products, per_query_head, softmax_
 from attnlab.formulas.additive import additive
 from attnlab.formulas.dot_product import softmax_dot_product
 from attnlab.formulas.fast_weights import delta_rule, fast_weights, gated, gated_delta
-from attnlab.formulas.golden import GoldenCase, golden_cases, unverified
+from attnlab.formulas.golden import NEEDED, GoldenCase, golden_cases
 from attnlab.formulas.linearised import linearised
 from attnlab.formulas.multiplicative import multiplicative
 from attnlab.formulas.sliding_window import sliding_window
@@ -101,3 +101,15 @@ def definition_of(variant: Any) -> Definition:
         f"{cls.__name__}: formula {formula!r} has no definition; {nearest(formula, DEFINITIONS)}. "
         f"Name one of these, or give the class a `definition` written from the paper"
     )
+
+
+def unverified(variant: Any) -> str:
+    """Why the formula of `variant` (an instance) counts as unverified, in a phrase; empty where it is verified."""
+    try:
+        definition_of(variant)
+    except PluginError:
+        return "it has no definition, so only the machinery around its own methods is proved"
+    count = len(golden_cases(variant))
+    if count < NEEDED:
+        return f"its definition has {count or 'no'} golden case{'' if count == 1 else 's'}, {NEEDED} or more verify it"
+    return ""

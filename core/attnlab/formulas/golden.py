@@ -109,17 +109,3 @@ def golden_cases(variant: Any) -> tuple[GoldenCase, ...]:
     if getattr(type(variant), "definition", None) is None:
         shared = shared_golden_cases().get(str(getattr(type(variant), "formula", "")), ())
     return tuple(one for one in (*own, *shared) if one.fits(getattr(variant, "options", {})))
-
-
-def unverified(variant: Any) -> str:
-    """Why the formula of `variant` (an instance) counts as unverified, in a phrase; empty where it is verified."""
-    from attnlab.formulas import definition_of
-
-    try:
-        definition_of(variant)
-    except PluginError:
-        return "it has no definition, so only the machinery around its own methods is proved"
-    count = len(golden_cases(variant))
-    if count < NEEDED:
-        return f"its definition has {count or 'no'} golden case{'' if count == 1 else 's'}, {NEEDED} or more verify it"
-    return ""

@@ -91,7 +91,7 @@ def test_a_trace_isolates_numbers_that_were_finite_in_it():
 @torch.no_grad()
 def test_nothing_of_a_trace_is_kept():
     instance = attnlab.create("dot_product", num_heads=4, head_dim=8)
-    mask = attnlab.AttentionMask(causal=True).keeping()
+    mask = attnlab.AttentionMask(causal=True).with_cache()
 
     class Module(nn.Module):
         def forward(self, query, key, value):
@@ -101,8 +101,7 @@ def test_nothing_of_a_trace_is_kept():
     traced(Module(), *inputs())
     traced(ByName("dot_product"), *inputs())
     assert not instance._validated
-    assert not instance._verdicts
-    assert not mask.kept.found
+    assert not mask.cache.resolved
     assert all(isinstance(size, (int, str)) for name in set(_instances) | before for size in name)
 
 

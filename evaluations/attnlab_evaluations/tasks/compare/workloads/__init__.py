@@ -1,50 +1,14 @@
-"""Workloads: where inputs come from. A workload is an object with the attributes of `Workload`.
-
-Plugins add their own through the hook `attnlab_workloads`. Importing this package imports no torch.
-"""
+"""Workloads of `attnlab compare`. Plugins add theirs through the hook `attnlab_workloads`. Importing this imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from attnlab_evaluations.tasks.compare.workloads.minilm import MiniLM
+from attnlab_evaluations.tasks.compare.workloads.sweep import Sweep
+from attnlab_evaluations.tasks.compare.workloads.workload import Workload, WorkloadSettings
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attnlab_evaluations.tasks.compare.problems import Problem
-
-
-@dataclass(frozen=True)
-class WorkloadSettings:
-    """What a run passes on: the seed, lengths for workloads that have a choice, the device."""
-
-    seed: int = 0
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
-    device: str = "cpu"
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-class Workload(Protocol):
-    """`version` grows when the inputs change, so that old records are stale; `share` is its part of time."""
-
-    name: str
-    summary: str
-    version: int
-    share: float
-
-    def unavailable(self) -> str | None:
-        """One sentence that says what to install, or None. Imports nothing heavy."""
-
-    def problems(self, settings: WorkloadSettings) -> Sequence[Problem]:
-        """The problems, smallest first; inputs are built when a problem's turn comes."""
-
-    def facts(self, settings: WorkloadSettings) -> dict[str, Any]:
-        """What belongs into keys and provenance: hashes of data and weights. Comes after `problems`."""
+__all__ = ["Workload", "WorkloadSettings", "builtin"]
 
 
 def builtin() -> list[Workload]:
     """The two workloads of the main job."""
-    from attnlab_evaluations.tasks.compare.workloads.minilm import MiniLM
-    from attnlab_evaluations.tasks.compare.workloads.sweep import Sweep
-
     return [MiniLM(), Sweep()]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab_evaluations.frame.provenance import file_digest
-from attnlab_evaluations.tasks.compare.workloads import WorkloadSettings
+from attnlab_evaluations.tasks.compare.workloads.workload import WorkloadSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

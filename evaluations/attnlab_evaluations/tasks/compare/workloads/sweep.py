@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnlab_evaluations.tasks.compare.workloads import WorkloadSettings
+from attnlab_evaluations.tasks.compare.workloads.workload import WorkloadSettings
 
 if TYPE_CHECKING:
     from attnlab_evaluations.tasks.compare.problems import Part, Problem
