@@ -33,19 +33,19 @@ def announcements(group: str) -> tuple[list[Announcement], list[str]]:
     """
     problems: list[str] = []
     try:
-        found = list(importlib.metadata.entry_points(group=group))
+        results = list(importlib.metadata.entry_points(group=group))
     except Exception:  # one package with broken metadata makes the call above fail for all of them
-        found = []
+        results = []
         for distribution in importlib.metadata.distributions():
             try:
-                found.extend(p for p in distribution.entry_points if p.group == group)
+                results.extend(p for p in distribution.entry_points if p.group == group)
             except Exception as error:
                 # Whatever the parser makes of its metadata: this package is left out, and no other.
                 where = getattr(distribution, "_path", None) or "an installed package"
                 why = short(f"{type(error).__name__}: {words_of(error)}", 300)
                 problems.append(f"{where}: its entry points cannot be read ({why})")
     unique: dict[tuple[str, str, str], Announcement] = {}
-    for point in found:
+    for point in results:
         owner, version = _identity(point)
         made = Announcement(point.name, point.value, owner, version, point)
         unique.setdefault((normalised(owner), point.name, point.value), made)

@@ -120,18 +120,18 @@ class Call:
         if self.visibility is not None:
             return self.visibility
         past = 0 if self.state is None else self.state.length
-        seen = Visibility(query.shape[0], query.shape[1], query.shape[2], past + key.shape[2], query.device)
-        seen.offset = past
-        return seen
+        visibility = Visibility(query.shape[0], query.shape[1], query.shape[2], past + key.shape[2], query.device)
+        visibility.offset = past
+        return visibility
 
     def visible_under_bias(self, query: Tensor, key: Tensor) -> Visibility | None:
         """`visibility` without the pairs that a bias of -inf hides, for variants that read which keys are visible before they score."""
         if self.bias is None:
             return self.visibility
-        seen = self._settled(query, key).narrowed(None, None)
+        visible = self._settled(query, key).narrowed(None, None)
         shown = self.bias.detach() != -torch.inf
-        seen.allowed = shown if seen.allowed is None else seen.allowed & shown
-        return seen
+        visible.allowed = shown if visible.allowed is None else visible.allowed & shown
+        return visible
 
     def without_keys(self, start: int, stop: int, front: Tensor | None = None) -> Call:
         """This call for keys of which those from `start` to `stop` are forgotten, and with no state: see `Visibility.without_keys`."""

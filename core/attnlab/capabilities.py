@@ -161,8 +161,8 @@ class Capabilities:
     bits: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for given, known, what in ((self.dtypes, DTYPES, "dtype"), (self.devices, DEVICES, "device")):
-            for name in given:
+        for inputs, known, what in ((self.dtypes, DTYPES, "dtype"), (self.devices, DEVICES, "device")):
+            for name in inputs:
                 if name not in known:
                     raise PluginError(f"Capabilities: {what} {name!r} is not one of {', '.join(known)}")
         bits = sum(BIT[name] for name in ASKABLE if getattr(self, name))

@@ -203,10 +203,10 @@ def _require_api_version(plugin: Any) -> None:
     """Refuse a plugin that says it was written for another interface version."""
     from attnlab import API_VERSION
 
-    found = getattr(plugin, "api_version", API_VERSION)
-    if found != API_VERSION:
+    result = getattr(plugin, "api_version", API_VERSION)
+    if result != API_VERSION:
         raise PluginError(
-            f"it is written for api_version {quoted(found)}, this attnlab provides {API_VERSION}; "
+            f"it is written for api_version {quoted(result)}, this attnlab provides {API_VERSION}; "
             f"install a release of it for api_version {API_VERSION}, or another attnlab"
         )
 

@@ -61,11 +61,15 @@ class Request:
         lk = query_length + past if key_length is None else key_length
         dk = head_dim if key_dim is None else key_dim
         dv = dk if value_dim is None else value_dim
-        asked = set(features)
-        asked |= {n for n, on in (("gqa", kv != num_heads), ("cross_lengths", lk != query_length and not past)) if on}
-        asked |= {n for n, on in (("value_dim", dv != dk), ("query_dim", head_dim != dk), ("state", bool(past))) if on}
+        requested_features = set(features)
+        requested_features |= {
+            n for n, on in (("gqa", kv != num_heads), ("cross_lengths", lk != query_length and not past)) if on
+        }
+        requested_features |= {
+            n for n, on in (("value_dim", dv != dk), ("query_dim", head_dim != dk), ("state", bool(past))) if on
+        }
         bits = BIT[f"dtype {dtype}"] | BIT[f"device {device}"]
-        for name in asked:
+        for name in requested_features:
             bits |= BIT[name]
         return cls(
             batch=batch,

@@ -80,15 +80,17 @@ class SlidingWindowAttention(ScoreAttention):
 
     def extended(self, key: Tensor, value: Tensor, call: Call, **further: Any) -> tuple[Tensor, Tensor, WindowState]:
         """As ever, without what no query from here on can see; nothing is forgotten where queries do not continue from the state."""
-        state, seen = call.state, call.visibility
+        state, visible = call.state, call.visibility
         assert isinstance(state, WindowState)
-        assert seen is not None
+        assert visible is not None
         if not self._made(state):
             raise InvalidInput(
                 f"{self.name}: the state was made for left={state.left}, sink_tokens={state.sink_tokens} and this variant has "
                 f"left={self.left}, sink_tokens={self.sink_tokens}; use its own init_state"
             )
-        continues = seen.query_segments is None and isinstance(seen.offset, int) and seen.offset >= state.length
+        continues = (
+            visible.query_segments is None and isinstance(visible.offset, int) and visible.offset >= state.length
+        )
         if state.evicted and not continues:
             raise UnsupportedRequest(
                 f"{self.name}: its state has forgotten what the window had left, so queries must continue from its length, "

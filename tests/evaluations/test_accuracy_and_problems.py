@@ -153,7 +153,7 @@ def test_a_refused_request_gives_its_reason_before_anything_runs(monkeypatch):
 
     registry = attnlab.Registry.default()
     registry.register("never_causal", NoCausal, summary="never causal")
-    monkeypatch.setattr("attnlab.catalogue._default", registry)
+    monkeypatch.setattr("attnlab.registry.process._current", registry)
     calls = prepare("never_causal", [part(causal=True)], seed=0, random_gates=False)
     assert "causal" in calls.refusal
 

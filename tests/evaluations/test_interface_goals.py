@@ -19,7 +19,7 @@ def test_both_sides_of_a_row_give_the_same_answer(kind, monkeypatch):
 
     monkeypatch.setattr(interface_goals, "time_pair", once)
     row = interface_goals.overhead(kind, 1.0, 0)
-    assert row.found.median == pytest.approx(3.0)
+    assert row.ratio.median == pytest.approx(3.0)
     assert row.verdict == "met"
     seen = slice(2, None) if kind == "padded" else slice(None)  # torch's rows that see nothing are their own
     torch.testing.assert_close(found[0][:, seen], found[1][:, seen], atol=2e-6, rtol=0)  # 8 values below 4

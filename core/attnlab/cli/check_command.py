@@ -95,13 +95,13 @@ def run(args: argparse.Namespace) -> int:
         return _check(args, names, workers)
 
 
-def _selected(wanted: Sequence[str], known: Sequence[str], every_setting: bool) -> list[str]:
+def _selected(selection: Sequence[str], known: Sequence[str], every_setting: bool) -> list[str]:
     """The registered names that are asked for, each with the options behind it, or with every setting of `check_options`."""
     chosen: list[str] = []
-    for word in wanted:
+    for word in selection:
         name, brace, options = word.partition("{")
-        for found in select([name.strip()], known):
-            chosen += [f"{found} {brace}{options}"] if brace else _settings(found) if every_setting else [found]
+        for result in select([name.strip()], known):
+            chosen += [f"{result} {brace}{options}"] if brace else _settings(result) if every_setting else [result]
     return list(dict.fromkeys(chosen))
 
 
@@ -140,7 +140,7 @@ def _check(args: argparse.Namespace, names: Sequence[str], workers: Workers | No
         counted = f" ({number} of {len(names)})" if len(names) > 1 else ""
         started = time.monotonic()
         try:
-            found = _checked(name, args, workers, f"checking {name}{counted}")
+            match = _checked(name, args, workers, f"checking {name}{counted}")
             doubt = _unverified(name, workers)
         except AttnlabError as problem:
             if len(names) == 1 or str(problem).startswith("only:"):  # which is wrong for every one
@@ -148,10 +148,10 @@ def _check(args: argparse.Namespace, names: Sequence[str], workers: Workers | No
             unusable[name] = problem
             terminal.say(str(problem))
             continue
-        results += found
+        results += match
         if args.format == "table":
             took = time.monotonic() - started
-            print(report(name, found, every=bool(args.only), unverified=doubt, seconds=took), flush=True)
+            print(report(name, match, every=bool(args.only), unverified=doubt, seconds=took), flush=True)
     if args.format != "table":
         print(tables.render([record(result) for result in results], COLUMNS, args.format))
     elif len(names) > 1:
@@ -193,14 +193,14 @@ def _unverified(name: str, workers: Workers | None) -> str:
 def _require_device(name: str) -> None:
     """`InvalidInput` unless torch can put a tensor on the device."""
     kind, colon, number = name.partition(":")
-    said, there = f"--device {short(name)}: ", "`attnlab doctor` shows the devices here"
+    statement, there = f"--device {short(name)}: ", "`attnlab doctor` shows the devices here"
     known = [device for device in DEVICES if device != "meta"]  # which holds shapes and no values to compare
     if kind not in known:
         raise InvalidInput(
-            f"{said}expected a device to compute on, got {quoted(kind)}; {nearest(kind, known)}; {there}"
+            f"{statement}expected a device to compute on, got {quoted(kind)}; {nearest(kind, known)}; {there}"
         )
     if colon and not (number.isascii() and number.isdecimal()):
-        raise InvalidInput(f"{said}expected a whole number after the colon, such as {kind}:0")
+        raise InvalidInput(f"{statement}expected a whole number after the colon, such as {kind}:0")
     if name == "cpu":
         return
     import torch
@@ -210,17 +210,17 @@ def _require_device(name: str) -> None:
     except Exception as problem:
         # By device and build, torch raises AssertionError, RuntimeError, ImportError or an error of its own.
         words = (str(problem).splitlines() or [type(problem).__name__])[0].partition(". ")[0]
-        raise InvalidInput(f"{said}{short(words.removesuffix('.'), 200)}; {there}") from None
+        raise InvalidInput(f"{statement}{short(words.removesuffix('.'), 200)}; {there}") from None
 
 
 def _checked(name: str, args: argparse.Namespace, workers: Workers | None, title: str) -> list[CheckResult]:
     """All results of one variant; on a terminal, the number of cases so far and the last check are shown."""
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     with terminal.progress(title) as line:
         for result in _results(name, args, workers):
-            found.append(_with_registry(result, args.registry))
-            line.text = f"{title}: {len(found)} cases, {result.check}"
-    return found
+            results.append(_with_registry(result, args.registry))
+            line.text = f"{title}: {len(results)} cases, {result.check}"
+    return results
 
 
 def _results(name: str, args: argparse.Namespace, workers: Workers | None) -> Iterator[CheckResult]:

@@ -88,8 +88,8 @@ def _failures(members: Sequence[CheckResult], limit: int) -> list[str]:
 
 def _refused(results: Sequence[CheckResult]) -> list[str]:
     """`refused as required: window, dtype float16, ...`, by what the cases asked for."""
-    asked = [r.message.partition(" is not declared")[0] or r.case for r in results if r.status == "refused"]
-    return ["", f"  refused as required: {', '.join(dict.fromkeys(asked))}"] if asked else []
+    features = [r.message.partition(" is not declared")[0] or r.case for r in results if r.status == "refused"]
+    return ["", f"  refused as required: {', '.join(dict.fromkeys(features))}"] if features else []
 
 
 def _not_applicable(results: Sequence[CheckResult]) -> list[str]:

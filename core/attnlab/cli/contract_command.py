@@ -39,9 +39,9 @@ def generated(text: str) -> str:
     """The page with its table of capabilities written anew, from what variants can declare."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    asked = "".join(
+    request = "".join(
         f"| `{name}` | `{what}` |\n" if "=" in what else f"| `{name}` | {what} |\n" for name, what in ASKABLE.items()
     )
     claimed = "".join(f"| `{name}` | {what} |\n" for name, what in PROPERTIES.items())
-    table = f"| can be asked for | by |\n|---|---|\n{asked}\n| property | meaning |\n|---|---|\n{claimed}"
+    table = f"| can be asked for | by |\n|---|---|\n{request}\n| property | meaning |\n|---|---|\n{claimed}"
     return f"{before}{BEGIN}\n{table}\n{END}{after}"

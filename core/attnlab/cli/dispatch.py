@@ -25,7 +25,7 @@ CORE = {
     "row": ("attnlab.cli.row_command", "the registry row of a class, written from the class"),
     "contract": ("attnlab.cli.contract_command", "what every variant, caller and check agrees on"),
     "doctor": ("attnlab.cli.doctor_command", "versions, devices, plugins and registry files, with their problems"),
-    "trust": ("attnlab.cli.trust_command", "allow a registry file that was found to run the code it names"),
+    "trust": ("attnlab.cli.trust_command", "allow a registry file that was discovered to run the code it names"),
 }
 
 EXAMPLES = """\
@@ -38,7 +38,7 @@ examples:
 
 exit codes: 0 success, 1 a check or comparison failed, 2 wrong use, 3 a fault of attnlab itself
 environment: ATTNLAB_REGISTRY (registry files to add), ATTNLAB_HOME (where the user's files are),
-  ATTNLAB_TRUST=1 (trust every file found), ATTNLAB_DISABLE (variants and packages to leave out),
+  ATTNLAB_TRUST=1 (trust every discovered file), ATTNLAB_DISABLE (variants and packages to leave out),
   ATTNLAB_DEBUG=1 (tracebacks), NO_COLOR"""
 
 
@@ -97,11 +97,11 @@ def parse(
     else:
         from attnlab.cli.plugin_commands import find_command
 
-        found = find_command(name, CORE)
-        if found is None:
+        result = find_command(name, CORE)
+        if result is None:
             raise InvalidInput(f"no command is called {quoted(name)}; {nearest(name, _all_names())}")
-        parser.description = _plain(found.help)
-        configure, execute = found.configure, found.run
+        parser.description = _plain(result.help)
+        configure, execute = result.configure, result.run
     _add_registry(parser)
     if name in CORE:
         configure(parser)

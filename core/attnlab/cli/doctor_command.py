@@ -35,7 +35,7 @@ PATIENCE = 120  # seconds that torch may take to answer
 ASK_TORCH = """
 import json
 import torch
-found = {"version": torch.__version__, "threads": torch.get_num_threads(), "cuda build": torch.version.cuda}
+facts = {"version": torch.__version__, "threads": torch.get_num_threads(), "cuda build": torch.version.cuda}
 devices = {"cpu": "yes"}
 def ask(name, question):
     try:
@@ -53,8 +53,8 @@ def cuda():
 ask("cuda", cuda)
 ask("mps", lambda: "yes" if torch.backends.mps.is_available() else None)
 ask("xpu", lambda: torch.xpu.get_device_name(0) if torch.xpu.is_available() else None)
-found["devices"] = devices
-print("\\n" + json.dumps(found))
+facts["devices"] = devices
+print("\\n" + json.dumps(facts))
 """
 
 
@@ -64,27 +64,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = examine()
+    result = examine()
     if args.format == "json":
-        print(tables.as_json(found))
+        print(tables.as_json(result))
     else:
-        print(terminal.shown(_page(found)))
+        print(terminal.shown(_page(result)))
     return 0
 
 
 def examine() -> dict[str, Any]:
     """Everything that doctor reports, as plain data; `problems` collects one sentence for each fault."""
-    found: dict[str, Any] = {"versions": versions()}
+    results: dict[str, Any] = {"versions": versions()}
     problems: list[str] = []
     with terminal.progress("asking torch"):
-        found["torch"], problem = ask_torch()
+        results["torch"], problem = ask_torch()
     problems += [problem] if problem else []
-    found["plugins"] = plugins()
-    problems += [f"plugin {_plugin(p)}: {p['problem']}" for p in found["plugins"] if p["problem"]]
-    found["registry_files"], found["variants"], sentences = registry()
+    results["plugins"] = plugins()
+    problems += [f"plugin {_plugin(p)}: {p['problem']}" for p in results["plugins"] if p["problem"]]
+    results["registry_files"], results["variants"], sentences = registry()
     problems += sentences
-    found["problems"] = problems
-    return found
+    results["problems"] = problems
+    return results
 
 
 def versions() -> dict[str, str]:
@@ -92,17 +92,17 @@ def versions() -> dict[str, str]:
     import attnlab
 
     folder = os.path.dirname(attnlab.__file__)
-    found = {
+    results = {
         "attnlab": f"{attnlab.__version__} (plugin interface {attnlab.API_VERSION}) at {folder}",
         "Python": f"{platform.python_version()} at {sys.executable}",
         "system": f"{platform.platform()}, {os.cpu_count()} processors",
     }
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            results[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            results[name] = "not installed"
+    return results
 
 
 def ask_torch() -> tuple[dict[str, Any] | None, str | None]:
@@ -153,26 +153,26 @@ def registry() -> tuple[list[dict[str, Any]], dict[str, int], list[str]]:
     return files, {"registered": len(infos), "unavailable": len(unavailable)}, sentences
 
 
-def _page(found: dict[str, Any]) -> str:
+def _page(report: dict[str, Any]) -> str:
     """The report for people: a heading for each part."""
-    torch = found["torch"]
-    parts = [_section("versions", _pairs(found["versions"]))]
+    torch = report["torch"]
+    parts = [_section("versions", _pairs(report["versions"]))]
     if torch is None:
         parts.append(_section("devices", ["  unknown: torch cannot be asked, see problems"]))
     else:
         build = f"CUDA {torch['cuda build']}" if torch["cuda build"] else "no CUDA"
-        facts = {**torch["devices"], "torch": f"{torch['version']}, {build}, {torch['threads']} threads"}
-        parts.append(_section("devices", _pairs(facts)))
-    plugged = [f"  {_plugin(p)}: {'left out, see problems' if p['problem'] else 'loaded'}" for p in found["plugins"]]
+        devices = {**torch["devices"], "torch": f"{torch['version']}, {build}, {torch['threads']} threads"}
+        parts.append(_section("devices", _pairs(devices)))
+    plugged = [f"  {_plugin(p)}: {'left out, see problems' if p['problem'] else 'loaded'}" for p in report["plugins"]]
     parts.append(_section("plugins", plugged or ["  none"]))
     files = [
         f"  {number}. {f['path']} ({_about(f)})" + (f"\n     {f['problem']}" if f["problem"] else "")
-        for number, f in enumerate(found["registry_files"], 1)
+        for number, f in enumerate(report["registry_files"], 1)
     ]
     parts.append(_section("registry files, lowest layer first", files or ["  none"]))
-    counts = found["variants"]
+    counts = report["variants"]
     parts.append(f"{counts['registered']} variants registered, {counts['unavailable']} unavailable")
-    wrong = [f"  - {terminal.paint(sentence, 'red')}" for sentence in found["problems"]]
+    wrong = [f"  - {terminal.paint(sentence, 'red')}" for sentence in report["problems"]]
     parts.append(_section(f"problems: {len(wrong)}", wrong) if wrong else "no problems found")
     return "\n\n".join(parts)
 

@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
     one = len(args.names) == 1 and not is_pattern(args.names[0])
     # For one name the registry's own words, where it has none of it: they tell what is wrong with its files.
     names = args.names if one else select(args.names, registry.names())
-    found = [record(registry.info(name)) for name in names]
+    results = [record(registry.info(name)) for name in names]
     if args.format == "json":
-        print(tables.as_json(found[0] if one else found))
+        print(tables.as_json(results[0] if one else results))
     elif args.format == "table":
-        print(terminal.shown("\n\n".join(_page(facts) for facts in found)))
+        print(terminal.shown("\n\n".join(_page(facts) for facts in results)))
     else:
-        rows = [{"variant": f["name"], "field": name, "value": value} for f in found for name, value in f.items()]
+        rows = [{"variant": f["name"], "field": name, "value": value} for f in results for name, value in f.items()]
         print(tables.render(rows, ("field", "value") if one else ("variant", "field", "value"), args.format))
     return 0
 

@@ -25,26 +25,26 @@ def run(form: str, quick: bool, workers: int) -> int:
     from attnlab_evaluations.suite_proof.mutants import MUTANTS
 
     started = time.monotonic()
-    found: list[Kill] = []
+    results: list[Kill] = []
     alarms: list[Alarms] = []
     with terminal.progress("killing mutants") as line:
         for kill in kills.iter_kills(workers):
-            found.append(kill)
-            line.text = f"killing mutants: {len(found)} of {len(MUTANTS)}, {kill.mutant}"
+            results.append(kill)
+            line.text = f"killing mutants: {len(results)} of {len(MUTANTS)}, {kill.mutant}"
         number = len(kills.correct_variants())
         line.text = f"looking for false alarms in {number} correct variants"
         for alarm in kills.iter_alarms(quick=quick, workers=workers):
             alarms.append(alarm)
             line.text = f"looking for false alarms: {len(alarms)} of {number}, {alarm.variant}"
-    killing = {kill.check for kill in found if kill.killed}
+    killing = {kill.check for kill in results if kill.killed}
     idle = [check.name for check in ALL if check.name not in killing]
     order = {check.name: position for position, check in enumerate(ALL)}
-    found.sort(key=lambda kill: order[kill.check])
+    results.sort(key=lambda kill: order[kill.check])
     if form == "table":
-        _print_tables(found, alarms, idle, time.monotonic() - started)
+        _print_tables(results, alarms, idle, time.monotonic() - started)
     else:
-        print(tables.render([_record(kill) for kill in found], RECORD_COLUMNS, form))
-    wrong = idle or any(not kill.killed for kill in found) or any(alarm.failed for alarm in alarms)
+        print(tables.render([_record(kill) for kill in results], RECORD_COLUMNS, form))
+    wrong = idle or any(not kill.killed for kill in results) or any(alarm.failed for alarm in alarms)
     if wrong and form != "table":
         terminal.say("a mutant lives, a check kills nothing or an alarm is false; see the table without --format")
     return 1 if wrong else 0

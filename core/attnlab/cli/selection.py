@@ -16,18 +16,18 @@ def is_pattern(name: str) -> bool:
     return any(character in WILD for character in name)
 
 
-def select(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+def select(selection: Sequence[str], known: Sequence[str]) -> list[str]:
     """The known names that `wanted` asks for, each once, in the order asked; all where nothing is asked.
 
     `UnknownVariant` with the nearest names for one that matches none.
     """
-    if not wanted:
+    if not selection:
         return list(known)
     chosen: dict[str, None] = {}
-    for name in wanted:
-        found = [k for k in known if fnmatchcase(k, name)] if is_pattern(name) else [k for k in known if k == name]
-        if not found:
+    for name in selection:
+        results = [k for k in known if fnmatchcase(k, name)] if is_pattern(name) else [k for k in known if k == name]
+        if not results:
             what = "no registered variant matches the pattern" if is_pattern(name) else "no variant is registered as"
             raise UnknownVariant(f"{what} {quoted(name)}; {nearest(name, known)}")
-        chosen.update(dict.fromkeys(found))
+        chosen.update(dict.fromkeys(results))
     return list(chosen)

@@ -1,4 +1,4 @@
-"""`attnlab trust FILE`: let a registry file that was found, not named, run the code its path targets name."""
+"""`attnlab trust FILE`: let a registry file that was discovered, not named, run the code its path targets name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ examples:
 
 Listing never runs code, trusted or not. Remembered are the file's path and the hashes of it and of the
 Python files it names: where one is changed, trust has to be given again. A file given by --registry or
-ATTNLAB_REGISTRY needs no trust; ATTNLAB_TRUST=1 trusts every file found, for automation."""
+ATTNLAB_REGISTRY needs no trust; ATTNLAB_TRUST=1 trusts every discovered file, for automation."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

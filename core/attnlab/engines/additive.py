@@ -95,9 +95,9 @@ class _Scores(torch.autograd.Function):
         if again or not are_plain(grad):  # or a batch of gradients came
             with torch.enable_grad():
                 scores = _as_written(query, key, v)
-            wanted = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
-            found = iter(torch.autograd.grad(scores, wanted, grad, create_graph=again))
-            return tuple(next(found) if n else None for n in ctx.needs_input_grad)
+            selection = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
+            result = iter(torch.autograd.grad(scores, selection, grad, create_graph=again))
+            return tuple(next(result) if n else None for n in ctx.needs_input_grad)
         # autograd.grad may ask for less than what needs a gradient.
         node = ctx.next_functions[2][0]
         v_asked = node is not None and torch._C._will_engine_execute_node(node)

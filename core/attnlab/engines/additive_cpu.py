@@ -182,8 +182,8 @@ def _by_channel_backward(
 def _by_channel_backward_far(
     g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, v_asked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = [_of_head_far(*one, tiles[0], v_asked) for one in zip(g, q, k, w, strict=True)]
-    of_query, of_key, of_v = (torch.stack(x) for x in zip(*found, strict=True))
+    results = [_of_head_far(*one, tiles[0], v_asked) for one in zip(g, q, k, w, strict=True)]
+    of_query, of_key, of_v = (torch.stack(x) for x in zip(*results, strict=True))
     return of_query, of_key, of_v
 
 

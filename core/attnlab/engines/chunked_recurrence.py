@@ -92,47 +92,47 @@ def _served(
     memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, beta: Tensor | None, log_decay: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """beta is None where nothing corrects."""
-    given = (memory, query, key, value, beta, log_decay)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        made: tuple[Tensor | None, Tensor] = _Recurrence.apply(*given)  # type: ignore[no-untyped-call]
+    inputs = (memory, query, key, value, beta, log_decay)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        made: tuple[Tensor | None, Tensor] = _Recurrence.apply(*inputs)  # type: ignore[no-untyped-call]
         return made
-    out, last, _ = recurrence_triton.forward(*given)
+    out, last, _ = recurrence_triton.forward(*inputs)
     return out, last
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, Tensor]:
-        out, last, updates = recurrence_triton.forward(*given)
-        ctx.save_for_backward(*given, updates)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, Tensor]:
+        out, last, updates = recurrence_triton.forward(*inputs)
+        ctx.save_for_backward(*inputs, updates)
         ctx.set_materialize_grads(False)
         return out, last
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
         memory, query, key, value, beta, log_decay, updates = ctx.saved_tensors
-        given = (memory, query, key, value, beta, log_decay)
+        inputs = (memory, query, key, value, beta, log_decay)
         needed = ctx.needs_input_grad
         if torch.is_grad_enabled():  # gradients of these gradients are wanted
-            results = _by_torch(*given, beta is not None, CHUNK, True)
-            wanted = [x for x, n in zip(given, needed, strict=True) if n]
-            made = _gradients_of(results, wanted, (grad_out, grad_last))
+            results = _by_torch(*inputs, beta is not None, CHUNK, True)
+            selection = [x for x, n in zip(inputs, needed, strict=True) if n]
+            made = _gradients_of(results, selection, (grad_out, grad_last))
             return tuple(next(made) if n else None for n in needed)
         if grad_out is None and grad_last is None:
             return (None,) * len(needed)
-        found = recurrence_triton.backward(grad_out, grad_last, *given, updates)
-        return tuple(g if n else None for g, n in zip(found, needed, strict=True))
+        result = recurrence_triton.backward(grad_out, grad_last, *inputs, updates)
+        return tuple(g if n else None for g, n in zip(result, needed, strict=True))
 
 
 def _gradients_of(
-    results: tuple[Tensor | None, ...], wanted: list[Tensor], grads: tuple[Tensor | None, ...]
+    results: tuple[Tensor | None, ...], selection: list[Tensor], grads: tuple[Tensor | None, ...]
 ) -> Iterator[Tensor | None]:
     pairs = [(x, g) for x, g in zip(results, grads, strict=True) if g is not None and x is not None]
     pairs = [(x, g) for x, g in pairs if x.requires_grad]
     if not pairs:
-        return iter([None] * len(wanted))
+        return iter([None] * len(selection))
     outputs, to_them = zip(*pairs, strict=True)
-    return iter(torch.autograd.grad(outputs, wanted, to_them, create_graph=True, allow_unused=True))
+    return iter(torch.autograd.grad(outputs, selection, to_them, create_graph=True, allow_unused=True))
 
 
 def _by_torch(
@@ -172,7 +172,7 @@ def _block(state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording
     key, value = in_chunks(tokens.key, 1, n, c), in_chunks(tokens.value, 1, n, c)  # [X, N, C, *]
     beta, g = (None if x is None else in_chunks(x, 1, n, c) for x in (tokens.beta, tokens.log_decay))
     decays = decays_of(g, key.dtype, recording)
-    asked = decays.since_start(key)  # [X, N, C, D]: what a key reads of the state before its chunk
+    request = decays.since_start(key)  # [X, N, C, D]: what a key reads of the state before its chunk
     if corrects:
         inside = decays.products(key[:, :, None], key, -1)[:, :, 0]  # [X, N, C, C]
         rates = torch.ones_like(key[..., 0]) if beta is None else beta
@@ -180,11 +180,11 @@ def _block(state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording
         solved = torch.linalg.solve_triangular(
             inside * rates[..., None], torch.diag_embed(rates), upper=False, unitriangular=True
         )
-        asked, written = solved @ asked, solved @ value
+        request, written = solved @ request, solved @ value
     else:
         written = value if beta is None else value * beta[..., None]  # [X, N, C, E]
     kept = decays.until_end(key).transpose(-1, -2)  # [X, N, D, C]
-    state, before, updated = _carried(state, asked if corrects else None, written, kept, decays.over_chunks())
+    state, before, updated = _carried(state, request if corrects else None, written, kept, decays.over_chunks())
     if query is None:
         return None, state
     out = decays.since_start(query) @ before[:, :, None]
@@ -193,18 +193,18 @@ def _block(state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording
 
 
 def _carried(
-    state: Tensor, asked: Tensor | None, written: Tensor, kept: Tensor, faded: Tensor | None
+    state: Tensor, reads: Tensor | None, written: Tensor, kept: Tensor, faded: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From chunk to chunk: the last state `[X, D, E]`, those before each chunk `[X, N, D, E]`, and each chunk's u `[X, N, C, E]`."""
 
     def step(state: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The state after a chunk, and u."""
         kept, update, *others = parts
-        if asked is not None:
+        if reads is not None:
             update = torch.baddbmm(update, others[0], state, alpha=-1)
         return torch.baddbmm(state if faded is None else state * others[-1], kept, update), update
 
-    parts = [x for x in (kept, written, asked, faded) if x is not None]
+    parts = [x for x in (kept, written, reads, faded) if x is not None]
     if torch.compiler.is_exporting():
         from torch._higher_order_ops.scan import scan
 
@@ -219,7 +219,7 @@ def _carried(
         states.append(state)
         state, update = step(state, [x[:, i] for x in parts])
         updates.append(update)
-    return state, torch.stack(states, 1), written if asked is None else torch.stack(updates, 1)
+    return state, torch.stack(states, 1), written if reads is None else torch.stack(updates, 1)
 
 
 # -- one operator of a graph of torch.compile: it runs what eager mode runs, Triton kernels included ------------------

@@ -44,24 +44,29 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, call: Call, scale
     query, key, value = _laid_out(query, key, value)
     # A branch, so that it is a bool where shapes are dynamic as well.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
-    seen = call.visibility
-    if seen is None and call.bias is None:
+    visibility = call.visibility
+    if visibility is None and call.bias is None:
         return _over_groups(query, key, value, None, scale, grouped)
     mask: Tensor | None = None
-    if seen is not None:
-        if seen.only_causal and seen.key_present is None and call.bias is None and _is_zero(seen.offset):
+    if visibility is not None:
+        if (
+            visibility.only_causal
+            and visibility.key_present is None
+            and call.bias is None
+            and _is_zero(visibility.offset)
+        ):
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-        if seen.mask_mod is not None:
+        if visibility.mask_mod is not None:
             return None
-        if seen.positional or seen.query_segments is not None:
-            rows = query.shape[0] if seen.key_present is not None or seen.query_segments is not None else 1
-            rows = max(rows, query.shape[0] if isinstance(seen.offset, Tensor) else 1)
+        if visibility.positional or visibility.query_segments is not None:
+            rows = query.shape[0] if visibility.key_present is not None or visibility.query_segments is not None else 1
+            rows = max(rows, query.shape[0] if isinstance(visibility.offset, Tensor) else 1)
             if holds(rows * query.shape[2] * key.shape[2] > MASK_ELEMENTS):
                 return None
-        if seen.pairwise:
-            mask = _once(seen.dense())
-        elif seen.key_present is not None:
-            mask = seen.key_present[:, None, None, :]  # one row: torch would fill an expanded one
+        if visibility.pairwise:
+            mask = _once(visibility.dense())
+        elif visibility.key_present is not None:
+            mask = visibility.key_present[:, None, None, :]  # one row: torch would fill an expanded one
     if call.bias is not None:
         bias = _kept_finite(call.bias if trained else _once(call.bias), query.dtype, query.device.type)
         if mask is None:

@@ -97,26 +97,28 @@ class FeatureMapAttention(Attention):
 
     @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = call.visibility
-        if seen is None:
-            seen = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+        visibility = call.visibility
+        if visibility is None:
+            visibility = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
         state, new = call.state, key.shape[2]
         assert state is None or isinstance(state, LinearState)
         if state is not None:
             self._check_features(state, key)
         kv, z = (None, None) if state is None else (state.kv, state.z)
         q = k = None
-        offset = 0 if seen.right is None else relative_offset(self.name, seen.offset, state)
-        if seen.right is not None and isinstance(offset, int) and offset == 0 and query.shape[2] == new:
+        offset = 0 if visibility.right is None else relative_offset(self.name, visibility.offset, state)
+        if visibility.right is not None and isinstance(offset, int) and offset == 0 and query.shape[2] == new:
             # The common causal call: features are made block by block, while the cache holds them.
             def block(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-                return self._query_features(query, seen, start, stop), *self._features(key, value, seen, start, stop)
+                return self._query_features(query, visibility, start, stop), *self._features(
+                    key, value, visibility, start, stop
+                )
 
             out, kv, z = causal_linear_blocks(block, new, kv, z, normalise=self.normalise, least=self.least_total)
         else:
-            q = self._query_features(query, seen, 0, query.shape[2])
-            k, v = self._features(key, value, seen, 0, new)
-            if seen.right is None:
+            q = self._query_features(query, visibility, 0, query.shape[2])
+            k, v = self._features(key, value, visibility, 0, new)
+            if visibility.right is None:
                 kv, z = _added(kv, z, k, v)
                 out = read_sums(q, kv, z, self.normalise, self.least_total)
             else:
@@ -131,13 +133,13 @@ class FeatureMapAttention(Attention):
         if state is not None:
             assert kv is not None
             assert z is not None
-            leading = seen.leading if self._reads_beginnings else None
+            leading = visibility.leading if self._reads_beginnings else None
             following = LinearState(length=state.length + new, leading=leading, kv=kv, z=z)
         weights = None
         if call.need_weights:
-            q = self._query_features(query, seen, 0, query.shape[2]) if q is None else q
-            k = self._features(key, value, seen, 0, new)[0] if k is None else k
-            weights = self._weights(q, k, seen)
+            q = self._query_features(query, visibility, 0, query.shape[2]) if q is None else q
+            k = self._features(key, value, visibility, 0, new)[0] if k is None else k
+            weights = self._weights(q, k, visibility)
             weights = (weights if scale is None else weights * scale).to(query.dtype)
         return AttentionOutput(out.to(query.dtype), weights, None, following)
 
@@ -179,9 +181,9 @@ class FeatureMapAttention(Attention):
                 f"{self.name}: the state sums {held} features and this variant makes {made}; use its own init_state"
             )
 
-    def _query_features(self, query: Tensor, seen: Visibility, start: int, stop: int) -> Tensor:
+    def _query_features(self, query: Tensor, visibility: Visibility, start: int, stop: int) -> Tensor:
         wide = self.sums_dtype(query.dtype)
-        positions = seen.unpadded_query_positions if self._reads_beginnings else seen.query_positions
+        positions = visibility.unpadded_query_positions if self._reads_beginnings else visibility.query_positions
         features = self.feature_map(
             query[:, :, start:stop].to(wide), role="query", positions=positions[..., start:stop]
         )
@@ -190,21 +192,23 @@ class FeatureMapAttention(Attention):
         # A factor of a query cancels: products of the features of huge tokens stay in range.
         return features * (_LARGE / features.detach().abs().amax(-1, keepdim=True)).clamp(max=1)
 
-    def _features(self, key: Tensor, value: Tensor, seen: Visibility, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _features(
+        self, key: Tensor, value: Tensor, visibility: Visibility, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
         """Features and values of new tokens in the wide dtype; absent slots' features are zero after the map."""
         wide = self.sums_dtype(key.dtype)
-        past = seen.key_length - key.shape[2]
+        past = visibility.key_length - key.shape[2]
         at = slice(past + start, past + stop)
-        positions = seen.unpadded_key_positions if self._reads_beginnings else seen.key_positions
+        positions = visibility.unpadded_key_positions if self._reads_beginnings else visibility.key_positions
         k = self.feature_map(key[:, :, start:stop].to(wide), role="key", positions=positions[..., at])
-        if seen.key_present is not None:
-            k = k.masked_fill(~seen.key_present[:, None, at, None], 0)
+        if visibility.key_present is not None:
+            k = k.masked_fill(~visibility.key_present[:, None, at, None], 0)
         return k, value[:, :, start:stop].to(wide)
 
-    def _weights(self, q: Tensor, k: Tensor, seen: Visibility) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:
         """Effective weights `[B, Hq, Lq, Lk]`: the linear map from value to out."""
         a = q @ expand_heads(k, q.shape[1]).transpose(-1, -2)
-        visible = seen.tile(0, seen.query_length, 0, seen.key_length)
+        visible = visibility.tile(0, visibility.query_length, 0, visibility.key_length)
         if visible is not None:
             a = a.masked_fill(~visible, 0)
         return divided(a, a.sum(-1, keepdim=True), self.least_total) if self.normalise else a

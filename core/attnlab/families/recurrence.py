@@ -86,14 +86,18 @@ class RecurrentAttention(Attention):
         k, v = key.to(own), value.to(own)
         q = fold_groups(query.to(own), self.num_kv_heads)  # [B, Hkv, G, Lq, Dq]
         gates = {n: g.to(wide) for n, g in (call.gates or {}).items()}
-        seen, state, new = call.visibility, call.state, key.shape[2]
+        visible, state, new = call.visibility, call.state, key.shape[2]
         assert state is None or isinstance(state, RecurrentState)
         memory = (
             k.new_zeros(k.shape[0], self.num_kv_heads, self.key_dim, self.value_dim, dtype=wide)
             if state is None
             else state.memory
         )
-        present = None if seen is None or seen.key_present is None else seen.key_present[:, seen.key_length - new :]
+        present = (
+            None
+            if visible is None or visible.key_present is None
+            else visible.key_present[:, visible.key_length - new :]
+        )
 
         def run(memory: Tensor, start: int, stop: int, query: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
             return self.scan(
@@ -106,11 +110,11 @@ class RecurrentAttention(Attention):
                 recording=call.recording,
             )
 
-        if seen is None or seen.right is None:
+        if visible is None or visible.right is None:
             _, memory = run(memory, 0, new)
             out = self.read(memory, q)
         else:
-            offset = relative_offset(self.name, seen.offset, state)
+            offset = relative_offset(self.name, visible.offset, state)
             if isinstance(offset, Tensor):
                 out = self._read_at(memory, q, k, v, gates, present, offset, call.recording)
                 if state is not None:

@@ -136,8 +136,8 @@ class ScoreAttention(Attention):
 
     def _out_of_sight(self, call: Call) -> int:
         """How many of the first keys lie before every query's window, from numbers alone: a decoded token reads only the last keys of a cache."""
-        seen = call.visibility
-        if seen is None or seen.left is None or seen.sink_tokens or torch.compiler.is_compiling():
+        visibility = call.visibility
+        if visibility is None or visibility.left is None or visibility.sink_tokens or torch.compiler.is_compiling():
             return 0
         if (
             call.forgotten is not None
@@ -146,7 +146,7 @@ class ScoreAttention(Attention):
         differences = self.shift_invariant and not (self.hides or self.reweights)  # of positions made by now
         if not (self.capabilities.position_free or differences):
             return 0
-        return min(seen.key_range(0, seen.query_length)[0], seen.key_length - 1)
+        return min(visibility.key_range(0, visibility.query_length)[0], visibility.key_length - 1)
 
     def _over(self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, projected: bool) -> AttentionOutput:
         """`out`, `weights` and `lse` over these keys, which come out of a state where they are `projected`."""
@@ -158,9 +158,9 @@ class ScoreAttention(Attention):
         scale = 1.0 if scale is None else float(scale)
         if self.inner_product and reweight is None and not self.hides:
             shared = value if key.shape[1] == value.shape[1] else expand_heads(value, key.shape[1])
-            band, seen = band_of(call, query, key), call.visibility
-            if band is not None and seen is not None:
-                inside = banded_attention(query, key, shared, band, scale, seen.key_present)
+            band, visible = band_of(call, query, key), call.visibility
+            if band is not None and visible is not None:
+                inside = banded_attention(query, key, shared, band, scale, visible.key_present)
                 return AttentionOutput(inside.to(value.dtype))
             out = fused_attention(query, key, shared, call, scale)
             if out is not None:
@@ -245,7 +245,7 @@ class ScoreAttention(Attention):
         if key_mask is not None or key_lengths is not None:
             mask = mask_of(self.name, key_lengths=key_lengths, key_mask=key_mask)
             batch, _, length, _ = key.shape
-            seen = Visibility.resolve(
+            visibility = Visibility.resolve(
                 mask,
                 batch=batch,
                 num_heads=self.num_heads,
@@ -254,8 +254,8 @@ class ScoreAttention(Attention):
                 device=key.device,
                 subject=self.name,
             )
-            assert seen.key_present is not None
-            key = key.masked_fill(~seen.key_present[:, None, :, None], 0)
+            assert visibility.key_present is not None
+            key = key.masked_fill(~visibility.key_present[:, None, :, None], 0)
         return PrecomputedKeys(self, key)
 
     def _keys_for_cache(self, key: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class ScoreAttention(Attention):
     def extended(self, key: Tensor, value: Tensor, call: Call, **further: Any) -> tuple[Tensor, Tensor, CacheState]:
         """Keys and values that the state of `call` holds with these behind them, and the next state; `further` goes to its `append`."""
         assert isinstance(call.state, CacheState)
-        seen, held = call.visibility, call.state.value.shape[1]
+        visible, held = call.visibility, call.state.value.shape[1]
         if held != value.shape[1]:  # where keys are kept projected, their heads do not tell
             raise InvalidInput(
                 f"{self.name}: the state was made for {held} key/value heads and the call has {value.shape[1]}"
@@ -278,8 +278,8 @@ class ScoreAttention(Attention):
             value,
             # A score_mod may hold trained tensors that nobody can see from here.
             recording=call.recording or (call.score_mod is not None and torch.is_grad_enabled()),
-            present=None if seen is None else seen.key_present,
-            segments=None if seen is None else seen.key_segments,
+            present=None if visible is None else visible.key_present,
+            segments=None if visible is None else visible.key_segments,
             **further,
         )
 

@@ -27,8 +27,8 @@ def per_query_head(x: Tensor, num_heads: int) -> Tensor:
 def without_absent(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three with zeros where a query sees nothing and where a key is seen by no query."""
     sees = visible.any(dim=-1, keepdim=True)  # [B, H, Lq, 1]
-    seen = visible.any(dim=-2).unsqueeze(-1)  # [B, H, Lk, 1]
-    return torch.where(sees, query, 0), torch.where(seen, key, 0), torch.where(seen, value, 0)
+    shown_pairs = visible.any(dim=-2).unsqueeze(-1)  # [B, H, Lk, 1]
+    return torch.where(sees, query, 0), torch.where(shown_pairs, key, 0), torch.where(shown_pairs, value, 0)
 
 
 def pair_products(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:

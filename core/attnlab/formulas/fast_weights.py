@@ -49,8 +49,8 @@ def _fast_weights(
     for `options["decay"] == "retention"`, where head h of Hkv fades by 1 - 2^(-5 - h) a token (Sun et al. 2023, eq. 8). The arguments
     of score formulas are a `ValueError`.
     """
-    for name, given in (("bias", bias), ("softcap", softcap), ("score_mod", score_mod), ("sinks", sinks)):
-        if given is not None:
+    for name, inputs in (("bias", bias), ("softcap", softcap), ("score_mod", score_mod), ("sinks", sinks)):
+        if inputs is not None:
             raise ValueError(f"{formula}: {name} is no part of this formula")
     batch, heads, queries, _ = query.shape
     gates = gates or {}

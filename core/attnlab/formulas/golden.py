@@ -52,7 +52,7 @@ class GoldenCase:
 
     def fits(self, options: Mapping[str, Any]) -> bool:
         """Whether a variant with these options is the one that the numbers were made for; one that lacks an option has it off."""
-        return all((options.get(name) or None) == (wanted or None) for name, wanted in self.options.items())
+        return all((options.get(name) or None) == (expected or None) for name, expected in self.options.items())
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """`query`, `key`, `value` or `out` with four axes."""

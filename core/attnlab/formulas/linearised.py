@@ -56,14 +56,14 @@ def linearised(
     the kernels that need them. A scale cancels or is no part of the formula: giving one is a `ValueError`, as are the
     arguments of score formulas. A row whose products are all zero has no quotient: its weights and output are 0.
     """
-    for name, given in (
+    for name, inputs in (
         ("scale", scale),
         ("bias", bias),
         ("softcap", softcap),
         ("score_mod", score_mod),
         ("sinks", sinks),
     ):
-        if given is not None:
+        if inputs is not None:
             raise ValueError(f"linearised: {name} is no part of this formula")
     heads = query.shape[1]
     key, value = per_query_head(key, heads), per_query_head(value, heads)

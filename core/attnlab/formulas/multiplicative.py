@@ -84,7 +84,7 @@ def multiplicative(
             shown = visible if bias is None else visible & (bias != -torch.inf)
             centre = _centre(query, shown, j, parameters["W_p"], parameters["v_p"])  # [B, H, Lq, 1]
             visible = visible & ((j - centre).abs() <= half)
-    found = softmax_attention(
+    result = softmax_attention(
         scores,
         value,
         visible=visible,
@@ -97,9 +97,9 @@ def multiplicative(
     )
     if centre is not None:
         gauss = torch.exp(-((j - centre) ** 2) / (2 * (half / 2) ** 2))
-        found["weights"] = found["weights"] * gauss
-        found["out"] = mix(found["weights"], value, visible)
-    return found
+        result["weights"] = result["weights"] * gauss
+        result["out"] = mix(result["weights"], value, visible)
+    return result
 
 
 def _centre(query: Tensor, visible: Tensor, j: Tensor, w_p: Tensor, v_p: Tensor) -> Tensor:

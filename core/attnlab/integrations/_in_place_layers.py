@@ -47,27 +47,27 @@ class Layer:
 
 def original_of(module: nn.Module) -> nn.Module | None:
     """What `module` stands for, where it was swapped in."""
-    found: nn.Module | None = module.__dict__.get(ORIGINAL)
-    return found
+    result: nn.Module | None = module.__dict__.get(ORIGINAL)
+    return result
 
 
 def places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """Every `(parent, child's name)` under which a module of `model` is held, by the module's id."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    results: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:
-                found.setdefault(id(child), []).append((parent, name))
-    return found
+                results.setdefault(id(child), []).append((parent, name))
+    return results
 
 
 def hosts(model: nn.Module) -> dict[str, nn.Module]:
     """The Hugging Face models within `model`, itself included, by path; those inside another are left out."""
-    found: dict[str, nn.Module] = {}
+    results: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if _is_hugging_face(module) and not any(within(path, outer) for outer in found):
-            found[path] = module
-    return found
+        if _is_hugging_face(module) and not any(within(path, outer) for outer in results):
+            results[path] = module
+    return results
 
 
 def within(path: str, outer: str) -> bool:

@@ -74,11 +74,11 @@ def _buffers(model: nn.Module) -> list[torch.Tensor]:
 
 def configs_of(model: nn.Module) -> list[Any]:
     """Every config of transformers that a module of `model` holds, and every one within those."""
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for module in model.modules():
         for value in module.__dict__.values():
-            _collect(value, found)
-    return list(found.values())
+            _collect(value, results)
+    return list(results.values())
 
 
 def is_config(value: object) -> bool:
@@ -86,12 +86,12 @@ def is_config(value: object) -> bool:
     return theirs is not None and isinstance(value, theirs.PreTrainedConfig)
 
 
-def _collect(value: Any, found: dict[int, Any]) -> None:
-    if is_config(value) and id(value) not in found:
-        found[id(value)] = value
+def _collect(value: Any, result: dict[int, Any]) -> None:
+    if is_config(value) and id(value) not in result:
+        result[id(value)] = value
         for inner in value.__dict__.values():
             for one in inner if isinstance(inner, (list, tuple)) else [inner]:
-                _collect(one, found)
+                _collect(one, result)
 
 
 def _contents(owner: Any) -> list[tuple[Any, Any]]:

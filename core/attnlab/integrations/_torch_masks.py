@@ -89,13 +89,13 @@ def translated(
                 bias = added if bias is None else bias + added
             else:
                 allowed = added == 0
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for word, part, visible in (("key_mask", present, True), ("mask", allowed, True), ("bias", bias, 0.0)):
         if part is not None:
-            asked[word] = F.pad(part, (appended, 0), value=visible) if appended else part
+            arguments[word] = F.pad(part, (appended, 0), value=visible) if appended else part
     if causal:
-        asked.update(causal=True, offset=appended)
-    return asked
+        arguments.update(causal=True, offset=appended)
+    return arguments
 
 
 def _only_hides(subject: str, able: Capabilities, plain: Tensor, mask: Tensor) -> bool:
@@ -121,8 +121,8 @@ def _check(subject: str, word: str, mask: Any, shapes: list[list[int]], layout: 
             f"{subject}: {word} must be a bool tensor (True = hide) or a floating-point one (added to the scores), got {got}"
         )
     if list(mask.shape) not in shapes:
-        wanted = " or ".join(map(str, shapes))
-        raise InvalidInput(f"{subject}: {word} must be {layout} = {wanted}, got {list(mask.shape)}")
+        expected = " or ".join(map(str, shapes))
+        raise InvalidInput(f"{subject}: {word} must be {layout} = {expected}, got {list(mask.shape)}")
     if mask.device != device:
         raise InvalidInput(
             f"{subject}: {word} is on {mask.device} and query on {device}; move it with .to(query.device)"

@@ -92,10 +92,10 @@ def replace(
     chosen = choice("replace", variant, options)
     info(chosen["name"])
     layers = attention_of(_checked("replace", model))
-    wanted = _wanted(model, layers, where)
-    able = [layer for layer in wanted if not layer.reason]
+    expected = _wanted(model, layers, where)
+    able = [layer for layer in expected if not layer.reason]
     if not able:
-        reasons = "; ".join(_by_reason(wanted))
+        reasons = "; ".join(_by_reason(expected))
         raise InvalidInput(f"replace: nothing that was asked for in {type(model).__name__} can be swapped: {reasons}")
     again = [layer for layer in able if original_of(layer.module) or "attnlab" in layer.module._modules]
     if again and not replace:
@@ -110,11 +110,11 @@ def replace(
         held = places(model)
         for layer, new in made:
             _put(held[id(layer.module)], new)
-    found = in_words(chosen)
+    result = in_words(chosen)
     return Replacement(
-        {layer.path: f"{kind_of(original_of(layer.module) or layer.module)} -> {found}" for layer in able},
+        {layer.path: f"{kind_of(original_of(layer.module) or layer.module)} -> {result}" for layer in able},
         {
-            layer.path: layer.reason if layer in wanted else "where= does not choose it"
+            layer.path: layer.reason if layer in expected else "where= does not choose it"
             for layer in layers
             if layer not in able
         },
@@ -171,28 +171,28 @@ def _wanted(model: nn.Module, layers: list[Layer], where: Where) -> list[Layer]:
     if where is None:
         return layers
     if callable(where):
-        wanted = [layer for layer in layers if where(layer.path, layer.module)]
-        said = "the function in where="
+        selection = [layer for layer in layers if where(layer.path, layer.module)]
+        words = "the function in where="
     else:
         patterns = [where] if isinstance(where, str) else where
         if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
             raise InvalidInput(
                 f"replace: where must be glob patterns or a function of path and module, got {quoted(where)}"
             )
-        wanted = [layer for layer in layers if any(fnmatchcase(layer.path, pattern) for pattern in patterns)]
-        said = f"where={quoted(where)}"
-    if not wanted:
+        selection = [layer for layer in layers if any(fnmatchcase(layer.path, pattern) for pattern in patterns)]
+        words = f"where={quoted(where)}"
+    if not selection:
         paths = ", ".join(layer.path or "(the model)" for layer in layers)
-        raise InvalidInput(f"replace: {said} chooses no attention of {kind}, which has {paths}")
-    return wanted
+        raise InvalidInput(f"replace: {words} chooses no attention of {kind}, which has {paths}")
+    return selection
 
 
 def _by_reason(layers: list[Layer]) -> list[str]:
     """One clause for each reason, with the paths that it holds for."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for layer in layers:
-        found.setdefault(layer.reason, []).append(layer.path or "(the model)")
-    return [f"{', '.join(paths)}: {reason}" for reason, paths in found.items()]
+        results.setdefault(layer.reason, []).append(layer.path or "(the model)")
+    return [f"{', '.join(paths)}: {reason}" for reason, paths in results.items()]
 
 
 def _made(layer: Layer, chosen: Mapping[str, Any]) -> nn.Module:
@@ -252,8 +252,8 @@ def _install(
         return
     from attnlab.integrations.transformers.installation import install
 
-    found: dict[str, Any] = {path: host for path, host in hosts(model).items() if path in {x.host for x in layers}}
-    for path, host in found.items():
+    results: dict[str, Any] = {path: host for path, host in hosts(model).items() if path in {x.host for x in layers}}
+    for path, host in results.items():
         inside = [x.path[len(path) + 1 if path else 0 :] for x in layers if x.host == path]
         install(host, chosen, layers=[glob.escape(p) for p in inside], example=example, replace=replace)
 

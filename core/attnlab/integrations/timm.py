@@ -126,23 +126,23 @@ class TimmAttention(nn.Module):
         attn_mask `[L, L]` or broadcastable to `[B, H, L, L]`: bool, True = may attend, or floats that are added to the scores.
         is_causal: query i sees the keys up to i.
         """
-        asked: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if is_causal:
             if attn_mask is not None:
                 raise InvalidInput(f"{_NAME}: attn_mask and is_causal both say who sees whom; pass one of them")
-            asked["causal"] = True
+            arguments["causal"] = True
         elif attn_mask is not None:
-            asked.update({"mask": attn_mask} if attn_mask.dtype == torch.bool else {"bias": _four_axes(attn_mask)})
+            arguments.update({"mask": attn_mask} if attn_mask.dtype == torch.bool else {"bias": _four_axes(attn_mask)})
         if self.training and self._dropout:
-            asked["dropout_p"] = self._dropout
+            arguments["dropout_p"] = self._dropout
         parts = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, L, 3, H, D]
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, D]
         query, key = self.q_norm(query), self.k_norm(key)
         if self.attention.qk_l2norm:
             query, key = unit_length(query), unit_length(key)
         if self.gates:
-            asked["gates"] = self.gates(x)
-        out = self.attention(query, key, value, **asked).out.transpose(1, 2).flatten(2)  # [B, L, H * D]
+            arguments["gates"] = self.gates(x)
+        out = self.attention(query, key, value, **arguments).out.transpose(1, 2).flatten(2)  # [B, L, H * D]
         if self.norm is not None:
             out = self.norm(out)
         if self.gate is not None:

@@ -3,7 +3,7 @@
     from attnlab.integrations.torch_mha import MultiheadAttention
     layer.self_attn = MultiheadAttention.from_torch(layer.self_attn, variant="dot_product")
 
-Needs torch; imported only when asked for. Where it differs from torch's own, in full:
+Needs torch; imported only when arguments for. Where it differs from torch's own, in full:
 
 - A query that sees no key gets zeros before the output projection, zero weights and zero gradient. Torch gives NaN, or zeros,
   by the path it takes. A row of a float mask that holds nothing but the dtype's most negative number hides all its keys here;
@@ -231,12 +231,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
         sizes = Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1], batched)
         able = self.attention.capabilities
-        asked = translated(_NAME, able, sizes, query.device, key_padding_mask, attn_mask, bool(is_causal), appended)
-        if "key_mask" in asked:  # what lies in absent slots must not reach the projections' gradients
-            absent = ~asked["key_mask"][:, appended:, None]
+        request = translated(_NAME, able, sizes, query.device, key_padding_mask, attn_mask, bool(is_causal), appended)
+        if "key_mask" in request:  # what lies in absent slots must not reach the projections' gradients
+            absent = ~request["key_mask"][:, appended:, None]
             key = key.masked_fill(absent, 0)
             value = key if one_source else value.masked_fill(absent, 0)
-        result = self._attended(query, key, value, asked, bool(need_weights))
+        result = self._attended(query, key, value, request, bool(need_weights))
         heads_last = (0, 2, 1, 3) if self.batch_first or not batched else (2, 0, 1, 3)
         out = self.out_proj(result.out.permute(heads_last).flatten(2))  # [N, L, E] or [L, N, E]
         weights = result.weights  # [N, H, L, appended + S]
@@ -264,7 +264,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _attended(
-        self, query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any], need_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], need_weights: bool
     ) -> AttentionOutput:
         """The variant's answer to inputs `[N, L, E]`, with weights after dropout."""
         q, k, v = (
@@ -275,10 +275,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k = unit_length(q), unit_length(k)
         k, v = self._with_appended(k, v)
         if self.gates:
-            asked["gates"] = self.gates(key)
+            arguments["gates"] = self.gates(key)
         p = float(self.dropout) if self.training else 0.0
         if not (p and need_weights):
-            answer: AttentionOutput = self.attention(q, k, v, dropout_p=p, need_weights=need_weights, **asked)
+            answer: AttentionOutput = self.attention(q, k, v, dropout_p=p, need_weights=need_weights, **arguments)
             return answer
         able = self.attention.capabilities
         if not able.dropout or able.weights != "in_graph" or not able.linear_in_value:
@@ -287,7 +287,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "output linear in value; set need_weights=False, or dropout=0"
             )
         # The variant's weights are those before dropout. Dropping them here puts one mask into weights and output.
-        weights = F.dropout(self.attention(q, k, v, need_weights=True, **asked).weights, p)
+        weights = F.dropout(self.attention(q, k, v, need_weights=True, **arguments).weights, p)
         return AttentionOutput(weights @ v, weights)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -43,8 +43,8 @@ def variant_of(
         chosen = choice(subject, variant, options, ("num_heads", "head_dim", "num_kv_heads"))
         return create(num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, **chosen)
     if options or num_kv_heads is not None:
-        given = sorted([*options, *(["num_kv_heads"] if num_kv_heads is not None else [])])
-        raise InvalidInput(f"{subject}: options go with a name, but variant is an instance; got {given}")
+        inputs = sorted([*options, *(["num_kv_heads"] if num_kv_heads is not None else [])])
+        raise InvalidInput(f"{subject}: options go with a name, but variant is an instance; got {inputs}")
     if variant.num_heads != num_heads:
         raise InvalidInput(
             f"{subject}: num_heads must be the {variant.num_heads} of the variant given, got {num_heads}"

@@ -18,21 +18,21 @@ def choice(subject: str, variant: Any, options: Mapping[str, Any], sizes: tuple[
     `sizes` are those that the caller's module decides. `InvalidInput` for another kind of variant, a name that is no text, an
     option that is no text or given twice, and for one of the sizes.
     """
-    given = {"name": variant} if isinstance(variant, str) else variant
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+    arguments = {"name": variant} if isinstance(variant, str) else variant
+    if not isinstance(arguments, Mapping) or not isinstance(arguments.get("name"), str):
         raise InvalidInput(
             f'{subject}: variant must be a registered name or a mapping such as {{"name": "sliding_window", "left": 255}}, got '
             f"{quoted(variant)}"
         )
-    for option in given:
+    for option in arguments:
         if not isinstance(option, str):
             raise InvalidInput(f"{subject}: the names of a variant's options must be text, got {quoted(option)}")
         if option in options:
             raise InvalidInput(f"{subject}: {option} is given twice, in variant and beside it; leave one out")
     for size in sizes:
-        if size in given or size in options:
+        if size in arguments or size in options:
             raise InvalidInput(f"{subject}: {size} is the module's, not the variant's; leave it out of the options")
-    return {**given, **options}
+    return {**arguments, **options}
 
 
 def storable(subject: str, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,13 +128,13 @@ class MultiHeadAttention(nn.Module):
             query = query if self.short_convolution is None else key
         if absent_queries is not None:
             query = query.masked_fill(absent_queries, 0)
-        made, given = self.attention, arguments.get("state")
+        made, inputs = self.attention, arguments.get("state")
         q, k, v = self.query_projection(query), self.key_projection(key), self.value_projection(value)
         if self.short_convolution is not None:
             present = None if absent_keys is None else ~absent_keys[..., 0]
-            (q, k, v), history = self.short_convolution.over((q, k, v), given, present, _part(arguments, "segments"))
-            if given is not None:
-                arguments["state"] = given.inner
+            (q, k, v), history = self.short_convolution.over((q, k, v), inputs, present, _part(arguments, "segments"))
+            if inputs is not None:
+                arguments["state"] = inputs.inner
         q = q.unflatten(-1, (made.num_heads, -1)).transpose(1, 2)  # [B, Hq, Lq, Dq]
         k = k.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, Lk, Dk]
         v = v.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, Lk, Dv]
@@ -145,8 +145,8 @@ class MultiHeadAttention(nn.Module):
         if self.training and self.dropout:
             arguments["dropout_p"] = self.dropout
         result: AttentionOutput = made(q, k, v, **arguments)
-        if self.short_convolution is not None and given is not None:
-            result = result._replace(state=given.followed(result.state, history))
+        if self.short_convolution is not None and inputs is not None:
+            result = result._replace(state=inputs.followed(result.state, history))
         out = self.out_projection(result.out.transpose(1, 2).flatten(2))  # [B, Lq, E]
         return result._replace(out=out if self.batch_first else out.transpose(0, 1))
 

@@ -36,7 +36,7 @@ _registering = threading.Lock()  # of all registries: it takes milliseconds
 class Registry:
     """Variants by name. Listing and asking for facts reads files only; `variant_class` and `create` import.
 
-    A file that was found and is broken is skipped, with a sentence in `problems`; a file that was named is
+    A file that was discovered and is broken is skipped, with a sentence in `problems`; a file that was named is
     raised, as `RegistryFileError`. `files` holds the files in order, lowest layer first.
     """
 
@@ -98,14 +98,14 @@ class Registry:
         from attnlab.registry.loading import load_class
 
         try:
-            found = load_class(entry)
+            result = load_class(entry)
         except AttnlabError as error:
             self._failures[name] = entry, str(error)
             raise
         self._failures.pop(name, None)
-        self._classes[name] = entry, found
+        self._classes[name] = entry, result
         _say_where_from(entry)
-        return found
+        return result
 
     def create(
         self,
@@ -165,14 +165,17 @@ class Registry:
         if replaces and name not in self._entries:
             raise InvalidInput(f"register: there is no {name!r} to replace; {nearest(name, self._entries)}")
         known = {fact: getattr(target_class, fact, "") for fact in ("family", "formula")}
-        given = {"summary": summary, "replaces": replaces, **known, **facts}
+        arguments = {"summary": summary, "replaces": replaces, **known, **facts}
         for fact in ("capabilities", "dtypes", "devices"):
-            if given.get(fact) is not None:
-                given[fact] = tuple(given[fact])
-        if (needed := given.get("requires")) is not None:
-            given["requires"] = dict(needed) if isinstance(needed, Mapping) else {m: m for m in needed}
+            if arguments.get(fact) is not None:
+                arguments[fact] = tuple(arguments[fact])
+        if (needed := arguments.get("requires")) is not None:
+            arguments["requires"] = dict(needed) if isinstance(needed, Mapping) else {m: m for m in needed}
         row = Row(
-            name, Spot(Path(), 0, 0, name), {k: v for k, v in given.items() if v not in (None, "")}, cls=target_class
+            name,
+            Spot(Path(), 0, 0, name),
+            {k: v for k, v in arguments.items() if v not in (None, "")},
+            cls=target_class,
         )
         with _registering:
             level = max((read.layer.level for read in self._reads), default=0) + 1
@@ -245,7 +248,7 @@ class Registry:
         digest, trusted = trust.digest(data), True
         if layer.named:
             trust.name(layer.path)
-        elif layer.found:
+        elif layer.discovered:
             trusted = trust.yaml_trusted(layer.path, digest)
             targets = list(dict.fromkeys(row.target.path for row in rows if row.target and row.target.path))
             layer = replace(layer, trusted=trust.all_trusted(layer.path, digest, targets))
@@ -279,11 +282,11 @@ _announced: set[tuple[str, str]] = set()  # names and places that this process h
 
 
 def _say_where_from(entry: Entry) -> None:
-    """Log once in a process which file a name comes from, where a file that was found decides it or would like to."""
+    """Log once in a process which file a name comes from, where a file that was discovered decides it or would like to."""
     words = entry.rival
-    if not words and entry.read.layer.found:
+    if not words and entry.read.layer.discovered:
         instead = f", in the place of {entry.replaced}" if entry.replaced else ""
-        words = f"the variant {entry.name!r} comes from {entry.where}, a file that was found{instead}"
+        words = f"the variant {entry.name!r} comes from {entry.where}, a file that was discovered{instead}"
     if words and (entry.name, words) not in _announced:
         _announced.add((entry.name, words))
         _log.warning("attnlab: %s", words)

@@ -79,16 +79,16 @@ def mapping(at: At, expected: str) -> dict[str, At]:
     """The entries of a mapping by key, each key text and given once."""
     if not isinstance(at.node, Mapping):
         at.wrong(expected)
-    found: dict[str, At] = {}
+    results: dict[str, At] = {}
     first: dict[str, int] = {}
     for key, value in at.node.items:
         name = key_text(at, key)
         inner = At(at.path, f"{at.key}.{short(name)}" if at.key else short(name), value)
-        if name in found:
+        if name in results:
             place = Spot(at.path, key.line, key.column, inner.key)
             place.fail(f"given twice, on lines {first[name]} and {key.line}; remove one")
-        found[name], first[name] = inner, key.line
-    return found
+        results[name], first[name] = inner, key.line
+    return results
 
 
 def key_text(at: At, key: Scalar) -> str:
@@ -270,14 +270,14 @@ def kind(value: Any) -> str:
 def _listed(at: At, check: Callable[[At], str]) -> tuple[str, ...]:
     if not isinstance(at.node, Sequence):
         at.wrong("a list, such as [a, b]")
-    found: list[str] = []
+    results: list[str] = []
     for index, item in enumerate(at.node.items):
         inner = At(at.path, f"{at.key}[{index}]", item)
         value = check(inner)
-        if value in found:
+        if value in results:
             inner.spot.fail(f"{quoted(value)} is listed twice; remove one")
-        found.append(value)
-    return tuple(found)
+        results.append(value)
+    return tuple(results)
 
 
 def _looks_numeric(value: str) -> bool:

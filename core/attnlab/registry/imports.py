@@ -1,6 +1,6 @@
 """What a Python file imports from its own project: found by reading, without running anything. Needs no torch.
 
-For trust: a file target of a found registry file runs together with the modules beside it that it imports. They are
+For trust: a file target of a discovered registry file runs together with the modules beside it that it imports. They are
 found here, to be hashed, and `Guard` refuses at import whatever below the registry file's folder was not.
 """
 
@@ -22,16 +22,16 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 def folders_of(yaml_path: Path) -> list[Path]:
     """The registry file's folder as it was given and as links resolve it, each once."""
-    given = Path(os.path.abspath(yaml_path)).parent
+    inputs = Path(os.path.abspath(yaml_path)).parent
     real = Path(os.path.realpath(yaml_path)).parent
-    return list(dict.fromkeys((given, Path(os.path.realpath(given)), real)))
+    return list(dict.fromkeys((inputs, Path(os.path.realpath(inputs)), real)))
 
 
 def below(place: str | os.PathLike[str], folders: Iterable[Path]) -> bool:
     """Whether a file, by its given or its real path, is in one of the folders and in no installed environment."""
-    given, real = Path(os.path.abspath(place)), Path(os.path.realpath(place))
-    inside = any(path.is_relative_to(folder) for path in (given, real) for folder in folders)
-    return inside and not any(path.is_relative_to(root) for path in (given, real) for root in _installed())
+    inputs, real = Path(os.path.abspath(place)), Path(os.path.realpath(place))
+    inside = any(path.is_relative_to(folder) for path in (inputs, real) for folder in folders)
+    return inside and not any(path.is_relative_to(root) for path in (inputs, real) for root in _installed())
 
 
 def imported_files(yaml_path: Path, targets: Iterable[Path]) -> list[Path]:
@@ -44,7 +44,7 @@ def imported_files(yaml_path: Path, targets: Iterable[Path]) -> list[Path]:
     own = list(targets)
     on_path = [Path(entry or os.curdir) for entry in sys.path]
     roots = [*folders, *(file.parent for file in own), *(p for p in on_path if below(p, folders))]
-    found: dict[Path, None] = {}
+    results: dict[Path, None] = {}
     waiting = [*own]
     met = {Path(os.path.realpath(file)) for file in own}
     while waiting:
@@ -52,9 +52,9 @@ def imported_files(yaml_path: Path, targets: Iterable[Path]) -> list[Path]:
             real = Path(os.path.realpath(file))
             if real not in met and below(file, folders):
                 met.add(real)
-                found[real] = None
+                results[real] = None
                 waiting.append(real)
-    return sorted(found)
+    return sorted(results)
 
 
 def _imports_of(file: Path, roots: list[Path]) -> Iterator[Path]:

@@ -116,7 +116,7 @@ def refuse(entry: Entry, loaded: bool = False) -> Refusal | None:
     if loaded:
         return None
     facts = entry.facts
-    if (wanted := facts.get("api_version")) is not None and (mismatch := api_mismatch(entry, wanted)):
+    if (expected := facts.get("api_version")) is not None and (mismatch := api_mismatch(entry, expected)):
         return Refusal(PluginError, mismatch)
     if entry.home.row.cls is None and (refusal := _refuse_target(entry.home)):
         return refusal
@@ -133,15 +133,15 @@ def refuse(entry: Entry, loaded: bool = False) -> Refusal | None:
     return None
 
 
-def api_mismatch(entry: Entry, found: Any) -> str:
+def api_mismatch(entry: Entry, version: Any) -> str:
     """A sentence where a plugin's interface version is not the one of this attnlab, else ""."""
     from attnlab import API_VERSION
 
-    if isinstance(found, int) and not isinstance(found, bool) and found == API_VERSION:
+    if isinstance(version, int) and not isinstance(version, bool) and version == API_VERSION:
         return ""
     plugin = entry.home.read.layer.owner or entry.home.where
     return (
-        f"the plugin {plugin} is written for api_version {quoted(found)}, this attnlab provides {API_VERSION}; "
+        f"the plugin {plugin} is written for api_version {quoted(version)}, this attnlab provides {API_VERSION}; "
         f"install a release of the plugin for api_version {API_VERSION}, or another attnlab"
     )
 
@@ -164,7 +164,7 @@ def _refuse_target(home: Entry) -> Refusal | None:
     assert target is not None
     if target.path:
         return _refuse_file(home, target)
-    if layer.found and not trust.yaml_trusted(layer.path, home.read.digest):
+    if layer.discovered and not trust.yaml_trusted(layer.path, home.read.digest):
         return _untrusted(home, target, "it")
     spec = _spec(target.module)
     if spec is None:
@@ -174,8 +174,8 @@ def _refuse_target(home: Entry) -> Refusal | None:
             f"install the package that has {top!r}" if top == target.module or not exists(top) else "correct the target"
         )
         return Refusal(VariantUnavailable, f"{missing}; {hint}")
-    if layer.found and os.environ.get("ATTNLAB_TRUST") != "1" and (place := _beside(layer.path, spec)):
-        what = f"the module of {target} is {place}, beside {layer.path}, which was found, not named"
+    if layer.discovered and os.environ.get("ATTNLAB_TRUST") != "1" and (place := _beside(layer.path, spec)):
+        what = f"the module of {target} is {place}, beside {layer.path}, which was discovered, not named"
         hint = f"write the target as path/to/file.py:{target.attribute} and run attnlab trust, or name the file"
         return Refusal(VariantUnavailable, f"{what}; {hint} with --registry")
     return None
@@ -185,7 +185,7 @@ def _refuse_file(home: Entry, target: Target) -> Refusal | None:
     """What speaks against a path target: its file is missing, elsewhere or, where trust is needed, not trusted."""
     layer = home.read.layer
     try:
-        source = trust.trusted_source(layer.path, home.read.digest, target.path, needed=layer.found)
+        source = trust.trusted_source(layer.path, home.read.digest, target.path, needed=layer.discovered)
     except RegistryFileError as error:
         sentence = str(error).removeprefix(f"{layer.path}: ")
         return Refusal(RegistryFileError, str(home.row.spots["target"].error(sentence)))
@@ -193,7 +193,7 @@ def _refuse_file(home: Entry, target: Target) -> Refusal | None:
 
 
 def _untrusted(home: Entry, target: Target, read: str) -> Refusal:
-    what = f"the target {target} is in a file that was found, not named, and is not trusted as it is now"
+    what = f"the target {target} is in a file that was discovered, not named, and is not trusted as it is now"
     return Refusal(VariantUnavailable, f"{what}; read {read}, then run: attnlab trust {home.read.layer.path}")
 
 

@@ -31,7 +31,7 @@ class LayerFile:
     """A registry file: where it is, who brought it, and why it cannot be used ("" where it can).
 
     `layer` is `"package"`, `"user"`, `"project"` or `"named"`; `level` orders the layers, and each
-    named file is a level of its own, later over earlier. `trusted` is false for a file that was found, not named, and
+    named file is a level of its own, later over earlier. `trusted` is false for a file that was discovered, not named, and
     waits for `attnlab trust`. `owner` is the distribution of a package's file, else "";
     `named_by` the environment variable that named it, else "".
     """
@@ -50,7 +50,7 @@ class LayerFile:
         return self.layer == "named"
 
     @property
-    def found(self) -> bool:
+    def discovered(self) -> bool:
         """Whether the file merely lies where it is looked for, so that it has to be trusted."""
         return self.layer in ("user", "project")
 
@@ -67,24 +67,24 @@ def find_layers(extra_files: Iterable[str | os.PathLike[str]] = (), project_dir:
         replace(layer, named_by="ATTNLAB_REGISTRY" if str(layer.path) in listed else "")
         for layer in named_layers([*listed, *extra_files])
     ]
-    found = [*_package_layers(), *_user_layer(), *_project_layer(project_dir)]
-    seen = {identity(layer.path) for layer in named}
+    results = [*_package_layers(), *_user_layer(), *_project_layer(project_dir)]
+    earlier = {identity(layer.path) for layer in named}
     kept: list[LayerFile] = []
-    for layer in found:
+    for layer in results:
         real = identity(layer.path)
-        if layer.problem or real not in seen:
+        if layer.problem or real not in earlier:
             kept.append(layer)
-            seen.add(real)
+            earlier.add(real)
     return [*kept, *named]
 
 
 def named_layers(paths: Iterable[str | os.PathLike[str]]) -> Iterator[LayerFile]:
     """One level for each named file, in order; the same file again keeps its first place."""
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for path in (Path(os.path.expanduser(p)) for p in paths):
-        if identity(path) not in seen:
-            yield LayerFile(path, "named", level=_NAMED + len(seen))
-            seen.add(identity(path))
+        if identity(path) not in earlier:
+            yield LayerFile(path, "named", level=_NAMED + len(earlier))
+            earlier.add(identity(path))
 
 
 def _from_environment() -> list[str]:

@@ -38,34 +38,36 @@ def load_class(entry: Entry) -> type[Attention]:
         raise VariantUnavailable(f"{entry.name}: {no_device}")
     home = entry.home
     if home.row.cls is not None:
-        found: Any = home.row.cls
+        result: Any = home.row.cls
     else:
         assert home.row.target is not None
         module = _import(entry, home.row.target)
-        found = _attribute(entry, module, home.row.target.attribute)
-    if fault := fault_of_class(found):
+        result = _attribute(entry, module, home.row.target.attribute)
+    if fault := fault_of_class(result):
         raise PluginError(f"{subject(entry)}: {fault}")
-    declared = getattr(found, "api_version", None)
+    declared = getattr(result, "api_version", None)
     if declared is not None and (mismatch := api_mismatch(entry, declared)):
         raise PluginError(f"{subject(entry)}: {mismatch}")
-    variant: type[Attention] = found
+    variant: type[Attention] = result
     return variant
 
 
-def fault_of_class(found: object) -> str:
+def fault_of_class(target: object) -> str:
     """Why an object is no class of a variant, in a sentence; "" where it is one. Imports no torch: a variant's class has."""
-    wanted = "expected a class that derives from attnlab.Attention"
+    expected = "expected a class that derives from attnlab.Attention"
     interface = sys.modules.get("attnlab.interface")
-    if not isinstance(found, type):
+    if not isinstance(target, type):
         base = getattr(interface, "Attention", None)
-        if base is not None and isinstance(found, base):
-            return f"{wanted}, got an instance of {type(found).__name__}; give the class itself"
-        got = quoted(found) if isinstance(found, str | int | float) or found is None else f"a {type(found).__name__}"
-        return f"{wanted}, got {got}"
-    if interface is None or not issubclass(found, interface.Attention):
-        return f"{wanted}, got the class {found.__name__}"
-    if found is interface.Attention:
-        return f"{wanted}, got the class Attention itself"
+        if base is not None and isinstance(target, base):
+            return f"{expected}, got an instance of {type(target).__name__}; give the class itself"
+        got = (
+            quoted(target) if isinstance(target, str | int | float) or target is None else f"a {type(target).__name__}"
+        )
+        return f"{expected}, got {got}"
+    if interface is None or not issubclass(target, interface.Attention):
+        return f"{expected}, got the class {target.__name__}"
+    if target is interface.Attention:
+        return f"{expected}, got the class Attention itself"
     return ""
 
 
@@ -96,7 +98,7 @@ def _import(entry: Entry, target: Target) -> ModuleType:
         if not target.path:
             return importlib.import_module(target.module)
         layer = entry.home.read.layer
-        return run_target(layer.path, target.path, source, found=layer.found)
+        return run_target(layer.path, target.path, source, discovered=layer.discovered)
     except ImportError as error:
         own = target.module.partition(".")[0]
         hint = _beside(entry, target, error) or _what_to_do(error, own)
@@ -149,7 +151,7 @@ def _source(entry: Entry) -> bytes:
     """The bytes of a path target, if they are trusted where that is needed."""
     layer, target = entry.home.read.layer, entry.home.row.target
     assert target is not None
-    source = trust.trusted_source(layer.path, entry.home.read.digest, target.path, needed=layer.found)
+    source = trust.trusted_source(layer.path, entry.home.read.digest, target.path, needed=layer.discovered)
     if source is None:  # edited since it was asked whether something speaks against it
         raise VariantUnavailable(f"{subject(entry)}: not trusted as it is now; run: attnlab trust {layer.path}")
     return source

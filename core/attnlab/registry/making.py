@@ -23,42 +23,42 @@ if TYPE_CHECKING:
     from attnlab.interface import Attention
 
 
-def check_options(entry: Entry, given: Iterable[str]) -> None:
+def check_options(entry: Entry, names: Iterable[str]) -> None:
     """Refuse an option that the row does not list, before anything is imported."""
     if entry.lists_options:
-        _refuse_unknown(entry.name, given, entry.home.row.facts["options"])
+        _refuse_unknown(entry.name, names, entry.home.row.facts["options"])
 
 
-def make(entry: Entry, cls: type[Attention], dims: Mapping[str, int | None], given: Mapping[str, Any]) -> Attention:
+def make(entry: Entry, cls: type[Attention], dims: Mapping[str, int | None], arguments: Mapping[str, Any]) -> Attention:
     """An instance of `cls`, with the row's options (null means the class's own default) under the caller's.
 
     Raises `InvalidInput` for an option that `__init__` does not accept or rejects. An `AttnlabError` of the
     class passes, told under the registry's name and, where it is about an option of the row, with its place.
     """
     accepted, required = _parameters(cls, entry.home.row.facts.get("options", {}))
-    _refuse_unknown(entry.name, given, accepted)
+    _refuse_unknown(entry.name, arguments, accepted)
     defaults = {k: copy.deepcopy(v) for k, v in entry.facts.get("options", {}).items() if v is not None}
     for option in defaults:
         if option not in accepted:
             raise _not_accepted(entry, cls, option, accepted)
-    options = {**defaults, **given}
+    options = {**defaults, **arguments}
     if missing := [option for option in required if option not in options]:
         raise InvalidInput(f"{entry.name}: the option {missing[0]!r} has no default; give {missing[0]}=...")
     sizes = {k: v for k, v in dims.items() if v is not None}
-    asked = _Asked(entry, cls, [k for k in defaults if k not in given], {**sizes, **given}, options)
+    request = _Asked(entry, cls, [k for k in defaults if k not in arguments], {**sizes, **arguments}, options)
     try:
         made = cls(**sizes, **options)
     except (RegistryFileError, MemoryError):  # the first names its own place
         raise
     except AttnlabError as error:
         # A refusal is the variant's nature, not a fault of the row.
-        _reword(error, asked.told(words_of(error), placed=not isinstance(error, UnsupportedRequest)))
+        _reword(error, request.told(words_of(error), placed=not isinstance(error, UnsupportedRequest)))
         raise
     except (ValueError, TypeError) as error:
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", words_of(error))
         if unexpected and unexpected[1] in options:
             raise _not_accepted(entry, cls, unexpected[1], set(accepted) - {unexpected[1]}) from error
-        words = asked.told(sentence(error, options.values()))
+        words = request.told(sentence(error, options.values()))
         raise InvalidInput(f"{words} (options: {_shown(options)})") from error
     except KeyboardInterrupt:
         raise
@@ -79,22 +79,22 @@ class _Asked:
     entry: Entry
     cls: type[Attention]
     rows: list[str]
-    given: Mapping[str, Any]
+    overrides: Mapping[str, Any]
     options: Mapping[str, Any]
 
     def told(self, words: str, placed: bool = True) -> str:
         """The words of the class under the registry's name and, where `placed`, with the place of the row's option."""
         own = (self.cls.name, self.cls.__name__, self.entry.name, self.entry.home.name)
         head = "|".join(re.escape(name) for name in own if isinstance(name, str) and name)
-        found = re.match(rf"(?:{head})(?=: | does not )", words, re.IGNORECASE)
-        tail = words[found.end() :] if found else f": {words}"
+        match = re.match(rf"(?:{head})(?=: | does not )", words, re.IGNORECASE)
+        tail = words[match.end() :] if match else f": {words}"
         place = self._place(set(re.findall(r"\w+", words))) if placed else ""
-        return f"{self.entry.name}{place}{abridged(tail, (*self.given.values(), *self.options.values()))}"
+        return f"{self.entry.name}{place}{abridged(tail, (*self.overrides.values(), *self.options.values()))}"
 
     def _place(self, mentioned: set[str]) -> str:
         """` (from file:line)` where the message is about an option of the row, or may be; else nothing."""
         blamed = [option for option in self.rows if option in mentioned]
-        if not self.rows or (not blamed and mentioned & self.given.keys()):
+        if not self.rows or (not blamed and mentioned & self.overrides.keys()):
             return ""
         for option in blamed:
             if spot := _spot(self.entry, option):
@@ -151,9 +151,9 @@ def _spot(entry: Entry, option: str) -> Spot | None:
     return entry.row.spots.get(field) or entry.home.row.spots.get(field)
 
 
-def _refuse_unknown(variant: str, given: Iterable[str], accepted: Iterable[str]) -> None:
+def _refuse_unknown(variant: str, values: Iterable[str], accepted: Iterable[str]) -> None:
     names = list(accepted)
-    for option in given:
+    for option in values:
         if option not in names:
             tail = nearest(option, names) if names else "it accepts none"
             tail = tail.replace("known:", "accepted:")

@@ -5,7 +5,7 @@ spoils that name and no other; `replaces: true` must replace something; a preset
 any layer, one level deep. A broken row spoils its name, so that no name quietly falls back to a lower
 layer. A spoiled name stays listed, and using it says why.
 
-A file that was found and is not trusted takes no name from another: its rows with such a name, broken ones too, are set
+A file that was discovered and is not trusted takes no name from another: its rows with such a name, broken ones too, are set
 aside, and the name's first use says so.
 """
 
@@ -149,7 +149,7 @@ def _set_aside(old: Entry | None, new: Entry) -> str:
     if old is None or new.read.trusted or old.read is new.read:
         return ""
     old.rival = (
-        f"{new.where}: variants.{new.name}: {new.name!r} stays the variant of {old.where}: a file that was found, not named, "
+        f"{new.where}: variants.{new.name}: {new.name!r} stays the variant of {old.where}: a file that was discovered, not named, "
         f"takes the place of none until it is trusted; read it, then run: attnlab trust {new.read.layer.path}"
     )
     return old.rival
@@ -171,18 +171,18 @@ def _resolve_presets(entries: dict[str, Entry]) -> list[str]:
     for entry in list(entries.values()):
         if entry.spoiled or entry.row.extends is None:
             continue
-        wanted = entry.row.extends
-        parent = entries.get(wanted)
+        expected = entry.row.extends
+        parent = entries.get(expected)
         if parent is None:
-            tail = nearest(wanted, (n for n, e in entries.items() if e.row.extends is None))
-            problems += _spoil(entries, entry, "extends", f"there is no variant {wanted!r} to extend; {tail}")
+            tail = nearest(expected, (n for n, e in entries.items() if e.row.extends is None))
+            problems += _spoil(entries, entry, "extends", f"there is no variant {expected!r} to extend; {tail}")
         elif parent.row.extends is not None:
             chain = " -> ".join(_chain(entries, entry.name))
-            what = f"{wanted!r} is a preset itself ({chain}); extend a variant that has a target"
+            what = f"{expected!r} is a preset itself ({chain}); extend a variant that has a target"
             problems += _spoil(entries, entry, "extends", what)
         elif parent.spoiled:
             # Another row's fault: not raised, even where this row is in a named file.
-            entry.spoiled = str(entry.row.spots["extends"].error(f"{wanted!r} cannot be used: {parent.spoiled}"))
+            entry.spoiled = str(entry.row.spots["extends"].error(f"{expected!r} cannot be used: {parent.spoiled}"))
             problems.append(entry.spoiled)
         else:
             entry.parent = parent

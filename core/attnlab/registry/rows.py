@@ -57,13 +57,13 @@ class Row:
 
     @property
     def target(self) -> Target | None:
-        found = self.facts.get("target")
-        return found if isinstance(found, Target) else None
+        result = self.facts.get("target")
+        return result if isinstance(result, Target) else None
 
     @property
     def extends(self) -> str | None:
-        found = self.facts.get("extends")
-        return found if isinstance(found, str) else None
+        result = self.facts.get("extends")
+        return result if isinstance(result, str) else None
 
     @property
     def replaces(self) -> bool:
@@ -88,8 +88,8 @@ def read_rows(root: Node, path: Path) -> tuple[list[Row], list[Fault]]:
         if needed not in entries:
             top.spot.fail(f"the key {needed!r} is missing; {hint}")
     version = entries["version"]
-    if (found := fields.integer(version)) != VERSION:
-        version.spot.fail(f"expected version {VERSION}, got {quoted(found)}; a newer attnlab may read it")
+    if (result := fields.integer(version)) != VERSION:
+        version.spot.fail(f"expected version {VERSION}, got {quoted(result)}; a newer attnlab may read it")
     return _rows(entries["variants"])
 
 
@@ -142,9 +142,9 @@ def _row(name: str, spot: Spot, at: At) -> Row:
     if facts.get("extends") == name:
         spots["extends"].fail(f"{name!r} extends itself; name another variant")
     if "options" in facts:
-        given: dict[str, At] = facts["options"]
-        spots.update({f"options.{option}": inner.spot for option, inner in given.items()})
-        facts["options"] = {option: fields.option_value(inner) for option, inner in given.items()}
+        arguments: dict[str, At] = facts["options"]
+        spots.update({f"options.{option}": inner.spot for option, inner in arguments.items()})
+        facts["options"] = {option: fields.option_value(inner) for option, inner in arguments.items()}
     return Row(name, spot, facts, spots)
 
 

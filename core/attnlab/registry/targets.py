@@ -31,7 +31,7 @@ __path__: list[str] = []  # which makes the modules of targets this one's childr
 IN_CHILDREN = "ATTNLAB_TARGETS_RUN"  # environment variable: digests that this process ran, so its children may
 _NAME = re.compile(re.escape(__name__) + r"\.\w*_[0-9a-f]{16}_(?P<place>[a-z2-7]+)")
 _lock = threading.RLock()
-_guarded: dict[str, Path] = {}  # modules of found files' targets -> the registry file
+_guarded: dict[str, Path] = {}  # modules of discovered files' targets -> the registry file
 
 
 class SourceLoader(importlib.machinery.SourceFileLoader):
@@ -53,10 +53,10 @@ class _Spec(importlib.machinery.ModuleSpec):
         return ""
 
 
-def run_target(yaml_path: Path, target: str, source: bytes, *, found: bool) -> ModuleType:
+def run_target(yaml_path: Path, target: str, source: bytes, *, discovered: bool) -> ModuleType:
     """The module of a path target whose bytes may run; the same module again for the same file and content.
 
-    found: whether the registry file was found, not named: what the target imports from beside it must be trusted then.
+    discovered: whether the registry file was discovered, not named: what the target imports from beside it must be trusted then.
     """
     path = trust.target_file(yaml_path, target)
     identity = trust.digest(b"\0".join((os.fsencode(path), source)))
@@ -69,7 +69,7 @@ def run_target(yaml_path: Path, target: str, source: bytes, *, found: bool) -> M
         spec.has_location = True
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-        if found and os.environ.get("ATTNLAB_TRUST") != "1":
+        if discovered and os.environ.get("ATTNLAB_TRUST") != "1":
             _guarded[name] = yaml_path
             _install(_Guard, first=True)
         else:
@@ -133,7 +133,7 @@ def load_again(name: str) -> ModuleType | None:
             )
     except RegistryFileError as error:
         raise VariantUnavailable(f"{target}: what is loaded needs this target of {yaml_path}: {error}") from error
-    return run_target(yaml_path, target, source, found=needed)
+    return run_target(yaml_path, target, source, discovered=needed)
 
 
 def _current_file(yaml_path: Path, target: str) -> Path:
@@ -176,7 +176,7 @@ class _Targets(importlib.abc.MetaPathFinder):
 
 
 class _Guard(importlib.abc.MetaPathFinder):
-    """Refuses what a found file's target imports from below the registry file's folder, unless that content is trusted."""
+    """Refuses what a discovered file's target imports from below the registry file's folder, unless that content is trusted."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -195,7 +195,7 @@ class _Guard(importlib.abc.MetaPathFinder):
             source = b""
         if trust.record_of(yaml_path).imports.get(real) != trust.digest(source):
             raise VariantUnavailable(
-                f"the module {quoted(fullname)} is {origin}, below the folder of {yaml_path}, which was found, not named; it is "
+                f"the module {quoted(fullname)} is {origin}, below the folder of {yaml_path}, which was discovered, not named; it is "
                 f"not trusted as it is now: read it, then run: attnlab trust {yaml_path}"
             )
         return importlib.util.spec_from_file_location(
@@ -209,9 +209,9 @@ class _Guard(importlib.abc.MetaPathFinder):
 def _importing(frame: FrameType | None) -> Path | None:
     """The registry file of the guarded target that the import statement at `frame` runs for, directly or not."""
     while frame is not None:
-        found = _guarded.get(frame.f_globals.get("__name__", ""))
-        if found is not None:
-            return found
+        result = _guarded.get(frame.f_globals.get("__name__", ""))
+        if result is not None:
+            return result
         frame = frame.f_back
     return None
 

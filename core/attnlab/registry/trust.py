@@ -1,6 +1,6 @@
-"""Which registry files that were found, not named, are trusted: remembered by path and content in the user's folder.
+"""Which registry files that were discovered, not named, are trusted: remembered by path and content in the user's folder.
 
-A found file is the user's `registry.yaml` or a project's `./attnlab.yaml`. Until it is trusted it may only add presets of
+A discovered file is the user's `registry.yaml` or a project's `./attnlab.yaml`. Until it is trusted it may only add presets of
 variants that are there already: its targets do not run, and it takes the place of no name. `trust(file)` remembers the hash
 of the file, of each Python file that its targets name, and of each file below its folder that these import; an edit of one
 of them asks again. `ATTNLAB_TRUST=1` trusts everything. docs/contract.md says it to users. Needs no torch.
@@ -93,7 +93,7 @@ def all_trusted(yaml_path: Path, yaml_digest: str, targets: list[str]) -> bool:
 
 
 def yaml_trusted(yaml_path: Path, yaml_digest: str) -> bool:
-    """Whether this content of a found registry file is trusted, whatever became of the files that it names."""
+    """Whether this content of a discovered registry file is trusted, whatever became of the files that it names."""
     return _everything() or record_of(yaml_path).yaml == yaml_digest
 
 
@@ -119,35 +119,35 @@ def is_named(path: Path) -> bool:
 
 def record_of(yaml_path: Path) -> Record:
     """What the store has about a registry file; an empty record, which covers nothing, where that is not a record."""
-    found = _load().get(identity(yaml_path))
-    if not isinstance(found, dict) or not isinstance(found.get("yaml"), str):
+    result = _load().get(identity(yaml_path))
+    if not isinstance(result, dict) or not isinstance(result.get("yaml"), str):
         return Record()
-    targets, imports = found.get("targets"), found.get("imports", {})
+    targets, imports = result.get("targets"), result.get("imports", {})
     if not isinstance(targets, dict) or not isinstance(imports, dict):
         return Record()
-    return Record(found["yaml"], targets, imports)
+    return Record(result["yaml"], targets, imports)
 
 
 def target_file(yaml_path: Path, target: str) -> Path:
     """The real file of a path target; one outside the YAML file's real folder, by a link too, is refused."""
     folder = Path(os.path.realpath(yaml_path)).parent
     try:
-        found = Path(os.path.realpath(folder / target))
+        result = Path(os.path.realpath(folder / target))
     except ValueError as error:  # text that the file system's encoding lacks
         raise RegistryFileError(f"{yaml_path}: no file can have the path of the target {target!a}: {error}") from None
-    if not found.is_relative_to(folder):
-        raise RegistryFileError(f"{yaml_path}: the target {target} leads to {found}, which is not below {folder}")
-    return found
+    if not result.is_relative_to(folder):
+        raise RegistryFileError(f"{yaml_path}: the target {target} leads to {result}, which is not below {folder}")
+    return result
 
 
 def read_target(yaml_path: Path, target: str) -> bytes:
     """The bytes of a path target's file; `RegistryFileError` where it is missing, unreadable or elsewhere."""
-    found = target_file(yaml_path, target)
+    result = target_file(yaml_path, target)
     try:
-        return read_regular(found, MAX_BYTES)
+        return read_regular(result, MAX_BYTES)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise RegistryFileError(f"{yaml_path}: the target {target} cannot be read: {found}: {why}") from None
+        raise RegistryFileError(f"{yaml_path}: the target {target} cannot be read: {result}: {why}") from None
 
 
 def targets_of(yaml_path: Path, data: bytes) -> list[str]:

@@ -36,9 +36,9 @@ def package_files(name: str, family: str) -> dict[str, str]:
     package = package_name(name)
     variant, test = module_files(name, family, "registry.yaml").values()
     own = row(name, family, f"{package}.{name}:{class_name(name)}")
-    found = re.search(r"^  summary: (.+)$", own, re.MULTILINE)
-    assert found is not None, "every row template has a summary"
-    words = {**_words(name, "registry.yaml"), "summary": found[1]}
+    match = re.search(r"^  summary: (.+)$", own, re.MULTILINE)
+    assert match is not None, "every row template has a summary"
+    words = {**_words(name, "registry.yaml"), "summary": match[1]}
     source = PurePosixPath("src", package)
     return {
         "pyproject.toml": _filled("pyproject.toml", words),

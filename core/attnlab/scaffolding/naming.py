@@ -65,9 +65,9 @@ def check_free(name: str, registry: Registry) -> None:
     """`InvalidInput` where `registry` has a variant `name`, a broken one included."""
     if name not in registry:
         return
-    found = registry.info(name)
-    place = f"{found.file}:{found.line}" if found.file else found.target
-    owner = f", {found.owner}" if found.owner else ""
+    result = registry.info(name)
+    place = f"{result.file}:{result.line}" if result.file else result.target
+    owner = f", {result.owner}" if result.owner else ""
     raise InvalidInput(f"new: there is a variant {name!r} already ({place}{owner}); choose another name")
 
 

@@ -63,14 +63,14 @@ def _capabilities(cls: type[Attention]) -> Capabilities:
 def options_of(cls: type[Attention]) -> dict[str, Any]:
     """The options that a class accepts, with the defaults that YAML can hold; null, the class's own default, for others."""
     accepted = parameters_of(cls)
-    found: dict[str, Any] = dict.fromkeys(accepted)
+    results: dict[str, Any] = dict.fromkeys(accepted)
     for owner in reversed(cls.__mro__):
         if "__init__" not in vars(owner):
             continue
         for p in inspect.signature(vars(owner)["__init__"]).parameters.values():
             if p.name in accepted and p.name not in CREATE_ARGUMENTS:
-                found[p.name] = p.default if p.default is not p.empty and _storable(p.default) else None
-    return found
+                results[p.name] = p.default if p.default is not p.empty and _storable(p.default) else None
+    return results
 
 
 def _storable(value: Any) -> bool:
@@ -102,7 +102,7 @@ def _scalar(text: str, inside: bool = False) -> str:
         node = parse(plain.encode("utf-8"), Path("row"))
     except RegistryFileError:
         return json.dumps(text, ensure_ascii=False)
-    found: list[Any] = list(getattr(node, "items", ()))
-    value = (found[0] if inside else found[0][1]) if len(found) == 1 else None
+    results: list[Any] = list(getattr(node, "items", ()))
+    value = (results[0] if inside else results[0][1]) if len(results) == 1 else None
     same = isinstance(value, Scalar) and value.value == text and not value.ambiguous
     return text if same else json.dumps(text, ensure_ascii=False)

@@ -146,10 +146,10 @@ class CacheState(State):
         self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
     ) -> None:
         super().check(subject, batch, kv_heads, key_dim, value_dim, new, key)
-        held, asked = ((self.key.shape[1], self.key.shape[3], self.value.shape[3]), (kv_heads, key_dim, value_dim))
-        if held != asked:
+        held, request = ((self.key.shape[1], self.key.shape[3], self.value.shape[3]), (kv_heads, key_dim, value_dim))
+        if held != request:
             raise InvalidInput(
-                f"{subject}: the state was made for key/value heads, key width, value width {held} and the call has {asked}"
+                f"{subject}: the state was made for key/value heads, key width, value width {held} and the call has {request}"
             )
         if self.key.dtype != key.dtype:
             raise InvalidInput(

@@ -142,7 +142,7 @@ class AttentionMask(_WithCache):
 
         It takes `O(Lq Lk)` memory (times B or H only where a part depends on them): for looking and testing.
         """
-        seen = Visibility.resolve(
+        visibility = Visibility.resolve(
             self,
             batch=batch,
             num_heads=num_heads,
@@ -150,9 +150,9 @@ class AttentionMask(_WithCache):
             key_length=key_length,
             device=torch.empty(0, device=self.device if device is None else device).device,
         )
-        dense = seen.dense()
-        if seen.query_present is not None:
-            dense = dense & seen.query_present[:, None, :, None]
+        dense = visibility.dense()
+        if visibility.query_present is not None:
+            dense = dense & visibility.query_present[:, None, :, None]
         return dense
 
     def check_values(self, query_length: int, key_length: int, subject: str, *, everywhere: bool = False) -> None:

@@ -446,10 +446,10 @@ class Visibility:
             rules.append(self._modified(q0, q1, k0, k1))
         if not rules:
             return None
-        seen = rules[0]
+        visible = rules[0]
         for rule in rules[1:]:
-            seen = seen & rule
-        return seen
+            visible = visible & rule
+        return visible
 
     def span(self, side: int = 1 << 10) -> tuple[Tensor, Tensor]:
         """Unpadded positions of the first and the last key that each query sees, int64 `[B, H, Lq]`; (0, -1) for one that sees none."""
@@ -573,11 +573,11 @@ def _span_of(v: Visibility, side: int) -> tuple[Tensor, Tensor]:
 
 def _ends(v: Visibility, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
     """`span` for a tile, with a position beyond all for queries that see none of its keys."""
-    at, seen = rows(v.unpadded_key_positions, k0, k1)[..., None, :], v.tile(q0, q1, k0, k1)
-    if seen is None:
-        seen = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=v.device)
-    first = torch.where(seen, at, v.key_length).amin(-1)
-    last = torch.where(seen, at, -1).amax(-1)
+    at, visible = rows(v.unpadded_key_positions, k0, k1)[..., None, :], v.tile(q0, q1, k0, k1)
+    if visible is None:
+        visible = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=v.device)
+    first = torch.where(visible, at, v.key_length).amin(-1)
+    last = torch.where(visible, at, -1).amax(-1)
     # A tile may leave axes out: what it says of batch, heads and rows holds for all of them.
     shape = (v.batch, v.num_heads, q1 - q0)
     return first.expand(shape), last.expand(shape)
@@ -634,11 +634,11 @@ def moved_back(function: Callable[..., Any], start: int, gone: int, front: Tenso
     return moved
 
 
-def also(given: Rule | None, rule: Rule) -> Rule:
+def also(inputs: Rule | None, rule: Rule) -> Rule:
     """Both rules at once."""
-    if given is None:
+    if inputs is None:
         return rule
-    return lambda b, h, q, k: given(b, h, q, k) & rule(b, h, q, k)
+    return lambda b, h, q, k: inputs(b, h, q, k) & rule(b, h, q, k)
 
 
 def within_left(left: int, sink_tokens: int) -> Rule:
@@ -694,8 +694,8 @@ def ranks(ids: Tensor) -> Tensor:
 def count_of(pool: Tensor, ids: Tensor) -> Tensor:
     """How many of `pool [B, n]` equal each of `ids [B, L]`; `[B, L]`."""
     ordered = pool.sort(dim=1).values.contiguous()
-    wanted = ids.contiguous()
-    return torch.searchsorted(ordered, wanted, right=True) - torch.searchsorted(ordered, wanted)
+    expected = ids.contiguous()
+    return torch.searchsorted(ordered, expected, right=True) - torch.searchsorted(ordered, expected)
 
 
 def check_shape(
@@ -742,16 +742,16 @@ def checked_allowed(mask: Tensor | None, v: Visibility, subject: str, stateful: 
     return four
 
 
-def checked_mod(seen: Any, full: list[int], device: torch.device) -> Tensor:
+def checked_mod(visible: Any, full: list[int], device: torch.device) -> Tensor:
     """What a mask_mod gave for a tile of shape `full`, bool, with the tile's rows and columns; `InvalidInput` where it is no such thing."""
-    if isinstance(seen, bool):
-        seen = torch.full((), seen, device=device)
-    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-        got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+    if isinstance(visible, bool):
+        visible = torch.full((), visible, device=device)
+    if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+        got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
         raise InvalidInput(f"mask_mod must return bool, True = may attend, got {got}; use score_mod= to change scores")
-    lead = [1] * (4 - seen.dim()) + list(seen.shape)
+    lead = [1] * (4 - visible.dim()) + list(visible.shape)
     if len(lead) != 4 or any(have not in (1, want) for have, want in zip(lead, full, strict=True)):
         raise InvalidInput(
-            f"mask_mod must return bool that broadcasts to {full}, the shapes of b, h, q, k, got {list(seen.shape)}"
+            f"mask_mod must return bool that broadcasts to {full}, the shapes of b, h, q, k, got {list(visible.shape)}"
         )
-    return seen.expand(*lead[:2], *full[2:])
+    return visible.expand(*lead[:2], *full[2:])

@@ -36,27 +36,27 @@ def ruled_out(
     if problem.outline is None:
         return None
     outline = problem.outline()
-    found: dict[str, Ruled] = {}
+    results: dict[str, Ruled] = {}
     able: dict[str, Calls] = {}
     for name in names:
         made = sketch(name, outline, seed=seed, random_gates=problem.random_gates, device=estimates.device)
         if made.refusal is None:
             able[name] = made
         else:
-            found[name] = Ruled("unsupported", made.refusal)
+            results[name] = Ruled("unsupported", made.refusal)
     held = sum(part.nbytes for part in outline) + sum(calls.own_bytes for calls in able.values())
     for place in dict.fromkeys(("cpu", estimates.device)):  # inputs are drawn in the host's memory first
         lack = estimates.lacking(held, "the inputs alone need", place)
         if lack is not None:
             status, detail = lack
             detail += "" if place == estimates.device else " in the host's own memory"
-            return {**found, **{name: Ruled(status, detail) for name in able}}
+            return {**results, **{name: Ruled(status, detail) for name in able}}
     for name, calls in able.items():
         reason = _forward_ruled_out(problem, name, calls, estimates, held=held, left=left)
         if reason is None:
             return None
-        found[name] = reason
-    return found
+        results[name] = reason
+    return results
 
 
 def _forward_ruled_out(

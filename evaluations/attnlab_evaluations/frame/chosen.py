@@ -18,24 +18,24 @@ HOW = "write NAME:option=value,option=value"
 
 @dataclass(frozen=True)
 class Chosen:
-    """A registered name and the options that are given with it, over those of its row."""
+    """A registered name and the options that go over those of its row."""
 
     name: str
-    given: tuple[tuple[str, Any], ...] = ()
+    overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
         """As it is typed: `linearised:feature_map=relu`."""
-        options = ",".join(f"{option}={_written(value)}" for option, value in self.given)
+        options = ",".join(f"{option}={_written(value)}" for option, value in self.overrides)
         return f"{self.name}:{options}" if options else self.name
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is given, as `attnlab.create` takes it."""
-        return dict(self.given)
+        """The given options as `attnlab.create` takes it."""
+        return dict(self.overrides)
 
     def effective(self) -> dict[str, Any]:
-        """The options of its row, under those that are given."""
+        """The options of its row, under the overrides"""
         return {**attnlab.info(self.name).options, **self.options}
 
 
@@ -49,23 +49,23 @@ def choose(subject: str, words: Iterable[str]) -> tuple[Chosen, ...]:
     chosen: list[Chosen] = []
     for word in words:
         name, colon, tail = word.partition(":")
-        found = [n for n in known if fnmatchcase(n, name)]
-        if not found:
+        results = [n for n in known if fnmatchcase(n, name)]
+        if not results:
             raise UnknownVariant(f"{subject}: no variant is called {name!r}; {nearest(name, known)}")
-        given = _options(subject, word, tail) if colon else {}
-        for match in found:
-            _check(subject, match, given)
-            chosen.append(Chosen(match, tuple(given.items())))
+        inputs = _options(subject, word, tail) if colon else {}
+        for match in results:
+            _check(subject, match, inputs)
+            chosen.append(Chosen(match, tuple(inputs.items())))
     return tuple(dict.fromkeys(chosen))
 
 
 def _options(subject: str, word: str, tail: str) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for part in tail.split(","):
         option, equals, text = (piece.strip() for piece in part.partition("="))
         if not option or not equals or not text:
             raise InvalidInput(f"{subject}: expected option=value, got {part!r} in {word!r}; {HOW}")
-        if option in given:
+        if option in arguments:
             raise InvalidInput(f"{subject}: {option!r} is given twice in {word!r}; leave one out")
         try:
             value = yaml.safe_load(text)
@@ -75,13 +75,13 @@ def _options(subject: str, word: str, tail: str) -> dict[str, Any]:
             raise InvalidInput(
                 f"{subject}: {option}: expected a number, true, false, null or text, got {text!r}; {HOW}"
             )
-        given[option] = value
-    return given
+        arguments[option] = value
+    return arguments
 
 
-def _check(subject: str, name: str, given: Iterable[str]) -> None:
+def _check(subject: str, name: str, names: Iterable[str]) -> None:
     info = attnlab.info(name)
-    for option in given:
+    for option in names:
         if info.lists_options and option not in info.options:
             accepted = nearest(option, info.options) if info.options else "it accepts none"
             raise InvalidInput(f"{subject}: {name} has no option {option!r}; {accepted.replace('known:', 'accepted:')}")

@@ -50,12 +50,12 @@ def fresh(now: datetime, under: Path = RUNS) -> Path:
     return out
 
 
-def to_go_on_in(asked: str | None, command: str, now: datetime) -> Path:
+def to_go_on_in(folder: str | None, command: str, now: datetime) -> Path:
     """The folder of a command whose run is resumed where the folder holds one: what `--out` names, else a fresh one.
 
     Raises as `asked_for`. Makes nothing.
     """
-    return asked_for(str(fresh(now, RUNS / command)) if asked is None else asked)
+    return asked_for(str(fresh(now, RUNS / command)) if folder is None else folder)
 
 
 def newest_run(summary: str) -> Path:
@@ -73,9 +73,11 @@ def holds_run(out: Path) -> bool:
 
 def refuse_replacing(out: Path, names: Iterable[str]) -> None:
     """`InvalidInput` where the folder holds files of these names, which may be somebody's own."""
-    found = [name for name in names if os.path.lexists(out / name)]
-    if found:
-        raise InvalidInput(f"--out: {out} holds {' and '.join(found)}, which would be replaced; choose another folder")
+    results = [name for name in names if os.path.lexists(out / name)]
+    if results:
+        raise InvalidInput(
+            f"--out: {out} holds {' and '.join(results)}, which would be replaced; choose another folder"
+        )
 
 
 def make(out: Path) -> list[Path]:

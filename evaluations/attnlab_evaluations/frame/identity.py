@@ -85,8 +85,8 @@ def checks_identity() -> list[str]:
     """What the conformance checks of plugins are: names and hashes of their code; attnlab's own are in `source`."""
     from attnlab.hooks import plugin_manager
 
-    found = plugin_manager().gather("attnlab_checks")
-    return sorted(f"{getattr(check, 'name', check)}={sources.digest_of(check)}" for check in found)
+    result = plugin_manager().gather("attnlab_checks")
+    return sorted(f"{getattr(check, 'name', check)}={sources.digest_of(check)}" for check in result)
 
 
 def forget_sources() -> None:

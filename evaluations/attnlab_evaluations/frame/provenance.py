@@ -59,10 +59,10 @@ def key_inputs(provenance: dict[str, Any]) -> dict[str, Any]:
     Contents count, not how they came about: commit, uncommitted files and the system's release are provenance alone.
     A run folder within a checkout makes it dirty, and that changes no number.
     """
-    wanted = ("attnlab", "source", "python", "processor", "threads", "versions", "cuda")
-    found = {name: provenance[name] for name in wanted}
-    found["torch_config"] = hashlib.sha256(provenance["torch_config"].encode("utf-8")).hexdigest()
-    return found
+    expected = ("attnlab", "source", "python", "processor", "threads", "versions", "cuda")
+    results = {name: provenance[name] for name in expected}
+    results["torch_config"] = hashlib.sha256(provenance["torch_config"].encode("utf-8")).hexdigest()
+    return results
 
 
 def version(distribution: str) -> str | None:

@@ -70,11 +70,11 @@ def _unfinished(summary: Path) -> bool:
 
 def _read(summary: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(summary.read_text(encoding="utf-8"))
+        result = json.loads(summary.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    ours = isinstance(found, dict) and "schema" in found and isinstance(found.get("settings"), dict)
-    return found if ours else None
+    ours = isinstance(result, dict) and "schema" in result and isinstance(result.get("settings"), dict)
+    return result if ours else None
 
 
 def take_over(args: Any, recorded: Mapping[str, Any] | None, words: Mapping[str, Callable[[Any], Any]]) -> None:
@@ -102,23 +102,23 @@ def described(out: Path, summary: str, settings: Mapping[str, Any]) -> dict[str,
 
 
 def begun_or_new(
-    asked: str | None, command: str, now: datetime, summary: str, args: Any, words: Mapping[str, Callable[[Any], Any]]
+    folder: str | None, command: str, now: datetime, summary: str, args: Any, words: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[Path, dict[str, Any] | None]:
     """The folder of a command that resumes the run in `--out` by itself, and that run's settings or None.
 
     The options of `args` that were not given are filled from the run's record.
     """
-    out = folders.to_go_on_in(asked, command, now)
+    out = folders.to_go_on_in(folder, command, now)
     recorded = choice(out, summary)
     take_over(args, recorded, words)
     return out, recorded
 
 
 def refuse_another(
-    out: Path, recorded: Mapping[str, Any] | None, asked: Mapping[str, Any], flags: Mapping[str, str]
+    out: Path, recorded: Mapping[str, Any] | None, settings: Mapping[str, Any], flags: Mapping[str, str]
 ) -> None:
-    """`InvalidInput` where the run in the folder was begun with other settings than `asked`; `flags` set them."""
-    for name, begun, now in _differing(recorded or {}, records.clean(asked)):
+    """`InvalidInput` where the run in the folder was begun with other settings than `settings`; `flags` set them."""
+    for name, begun, now in _differing(recorded or {}, records.clean(settings)):
         flag = flags.get(name, name)
         raise InvalidInput(
             f"--out: {out} holds a run that was begun with {flag} {_shown(begun)}, got {_shown(now)}; leave {flag} out "
@@ -126,14 +126,14 @@ def refuse_another(
         )
 
 
-def _differing(recorded: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differing(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name, begun in recorded.items():
-        if name in FREE or name not in asked or asked[name] == begun:
+        if name in FREE or name not in settings or settings[name] == begun:
             continue
-        if isinstance(begun, Mapping) and isinstance(asked[name], Mapping):
-            yield from _differing(begun, asked[name])
+        if isinstance(begun, Mapping) and isinstance(settings[name], Mapping):
+            yield from _differing(begun, settings[name])
         else:
-            yield name, begun, asked[name]
+            yield name, begun, settings[name]
 
 
 def _shown(value: Any) -> str:

@@ -161,13 +161,13 @@ def _imports(data: bytes) -> set[str]:
         tree = ast.parse(data)
     except (SyntaxError, ValueError, RecursionError):
         return set()
-    found: set[str] = set()
+    result: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            result |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module.partition(".")[0])
-    return found
+            result.add(node.module.partition(".")[0])
+    return result
 
 
 def _installed(path: Path) -> bool:

@@ -58,14 +58,14 @@ def identity_of(chosen: Chosen) -> dict[str, Any]:
 
 def to_check(chosen: Chosen, num_heads: int, head_dim: int) -> Any:
     """What the conformance checks get: the name, or an instance where options are given."""
-    if not chosen.given:
+    if not chosen.overrides:
         return chosen.name
     return attnlab.create(chosen.name, num_heads=num_heads, head_dim=head_dim, **chosen.options)
 
 
 def judge_options(chosen: Chosen, make: Callable[[], object]) -> None:
     """Raise what is wrong with the values that were typed; what else speaks against the variant is told in its row."""
-    if not chosen.given:
+    if not chosen.overrides:
         return
     try:
         make()
@@ -99,14 +99,14 @@ class TrainedCells:
     def gate(self, label: str, identity: Mapping[str, Any], variant: Callable[[], Any]) -> dict[str, Any]:
         """The record of the conformance checks of `variant()`, a name or an instance, run now if they were not."""
         key = self._key(identity, "conformance", checks=self.checks)
-        found = self.records.get(key)
-        if found is None:
+        result = self.records.get(key)
+        if result is None:
             self.progress.say(f"{label}: conformance checks")
             try:
                 verdict = judge(variant(), self.run_checks, device=self.device)
             except AttnlabError as error:  # it could not even be made
                 verdict = Verdict("unsupported", str(error))
-            found = self.records.append(
+            result = self.records.append(
                 key,
                 verdict.status,
                 variant=label,
@@ -114,7 +114,7 @@ class TrainedCells:
                 detail=verdict.reason,
                 value={"known": verdict.known, "checks": verdict.checks, "message": verdict.message},
             )
-        return found
+        return result
 
     def cell(
         self,
@@ -136,9 +136,9 @@ class TrainedCells:
             detail = f"conformance: {gate['detail']}"
             return {"variant": label, **place, "status": gate["status"], "detail": detail}
         key = self._key(identity, metric, **place, **more)
-        found = self.records.get(key)
-        if found is not None:
-            return found
+        result = self.records.get(key)
+        if result is not None:
+            return result
         status, detail, value = "ok", "", {}
         try:
             value = work()

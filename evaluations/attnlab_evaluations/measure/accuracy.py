@@ -86,9 +86,9 @@ def _judge_part(calls: Calls, n: int, draw: int, budget: int, end: float, clock:
     for rows in row_blocks(calls, n, draw, budget):
         if judged >= edges and clock() > end:
             break
-        wanted = definition_rows(calls, n, rows)
+        expected = definition_rows(calls, n, rows)
         got = out[:, :, rows.to(out.device)].double().cpu()
-        error, at = _largest(got - wanted)
+        error, at = _largest(got - expected)
         if math.isnan(error) or error > worst:
             worst, where = error, int(rows[at])
         judged += len(rows)
@@ -96,8 +96,8 @@ def _judge_part(calls: Calls, n: int, draw: int, budget: int, end: float, clock:
             break
         if exact:
             plain = definition_rows(calls, n, rows, dtype=low)
-            plain_error = max(plain_error, largest_error(plain, wanted))
-            size = max(size, largest(wanted))
+            plain_error = max(plain_error, largest_error(plain, expected))
+            size = max(size, largest(expected))
     limit = _bound(part, plain_error, size) if exact else None
     return Judged(worst, limit, where, judged, part.query.shape[2])
 
@@ -145,18 +145,18 @@ def tile_edges(length: int) -> Tensor:
     Both ends, both sides of each power of two and of each size's last whole tile, and both sides of up to 32 tiles of
     128 rows or, in longer inputs, more.
     """
-    found = {0, 1, length - 2, length - 1}
+    results = {0, 1, length - 2, length - 1}
     tile = SMALLEST_TILE
     while tile < length:
         last = length // tile * tile
-        found |= {tile - 1, tile, tile + 1, last - 1, last}
+        results |= {tile - 1, tile, tile + 1, last - 1, last}
         tile *= 2
     step = TILE
     while length > MOST_TILES * step:
         step *= 2
     for start in range(step, length, step):
-        found |= {start - 1, start}
-    return torch.tensor(sorted(row for row in found if 0 <= row < length), dtype=torch.long)
+        results |= {start - 1, start}
+    return torch.tensor(sorted(row for row in results if 0 <= row < length), dtype=torch.long)
 
 
 def row_blocks(calls: Calls, n: int, draw: int, budget: int = SCALARS) -> list[Tensor]:
@@ -215,7 +215,7 @@ def definition_rows(calls: Calls, n: int, rows: Tensor, *, dtype: torch.dtype = 
     batch = part.query.shape[0]
     bias = {} if part.bias is None else {"bias": part.bias.expand(*part.scores_shape)[:, :, rows].to(dtype)}
     with torch.no_grad():
-        found = definition_of(instance)(
+        result = definition_of(instance)(
             part.query[:, :, rows].to(dtype),
             part.key.to(dtype),
             part.value.to(dtype),
@@ -233,7 +233,7 @@ def definition_rows(calls: Calls, n: int, rows: Tensor, *, dtype: torch.dtype = 
             ),
             **bias,
         )
-    out: Tensor = found["out"]
+    out: Tensor = result["out"]
     return out
 
 

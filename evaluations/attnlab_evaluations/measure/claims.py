@@ -67,8 +67,8 @@ class Null:
 
     def usable(self, group: Group) -> bool:
         """Whether claims may be made in the group: it has a null control, and each one's interval is narrow enough."""
-        found = [median_interval(ratios) for ratios in self.ratios.get(group, ()) if ratios]
-        return bool(found) and all(f.level >= LEVEL and (f.high - f.low) / 2 <= WIDEST for f in found)
+        results = [median_interval(ratios) for ratios in self.ratios.get(group, ()) if ratios]
+        return bool(results) and all(f.level >= LEVEL and (f.high - f.low) / 2 <= WIDEST for f in results)
 
     def sentence(self) -> str:
         """What to print about it."""
@@ -178,9 +178,9 @@ def decide(measured: Mapping[Any, tuple[Group, Sequence[float]]], null: Null) ->
             break
         words[key] = side
     for key, ratios in able.items():
-        found = median_interval(ratios)
-        within = found.low >= -EQUAL and found.high <= EQUAL
-        if words[key] == OPEN and within and found.level >= LEVEL:
+        result = median_interval(ratios)
+        within = result.low >= -EQUAL and result.high <= EQUAL
+        if words[key] == OPEN and within and result.level >= LEVEL:
             words[key] = SAME
     return words
 

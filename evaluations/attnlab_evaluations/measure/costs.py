@@ -73,29 +73,29 @@ def forward_cost(
     `pairs` is the number of visible pairs a head (default: all, or the square causal count). `chunk` is
     the causal linear form's chunk length. `options` are the variant's own (`score`, `hidden_size`).
     """
-    given = dict(options or {})
+    inputs = dict(options or {})
     n_q, n_k, d, e = query_length, key_length, key_dim, value_dim
-    seen = visible_pairs(n_q, n_k, causal=causal) if pairs is None else pairs
-    hidden = given.get("hidden_size") or d
-    special = seen  # one exponential a visible pair, where there is a softmax
+    visible = visible_pairs(n_q, n_k, causal=causal) if pairs is None else pairs
+    hidden = inputs.get("hidden_size") or d
+    special = visible  # one exponential a visible pair, where there is a softmax
     if formula == "softmax_dot_product":
-        flops = 2 * seen * (d + e)
+        flops = 2 * visible * (d + e)
     elif formula == "additive":
         # two multiply-adds and one reciprocal a hidden unit and pair, both projections, weights times values
-        flops = 4 * seen * hidden + 2 * seen * e + 2 * (n_q + n_k) * d * hidden
-        special += seen * hidden
+        flops = 4 * visible * hidden + 2 * visible * e + 2 * (n_q + n_k) * d * hidden
+        special += visible * hidden
     elif formula == "multiplicative":
-        score = given.get("score", "general")
-        flops = 2 * seen * e
+        score = inputs.get("score", "general")
+        flops = 2 * visible * e
         if score in ("dot", "general"):
-            flops += 2 * seen * d + (2 * n_q * d * d if score == "general" else 0)
+            flops += 2 * visible * d + (2 * n_q * d * d if score == "general" else 0)
         elif score == "concat":
-            flops += 4 * seen * hidden + 2 * (n_q + n_k) * d * hidden
-            special += seen * hidden
+            flops += 4 * visible * hidden + 2 * (n_q + n_k) * d * hidden
+            special += visible * hidden
         else:  # location: one dot product of the query with a row per key position
-            flops += 2 * seen * d
+            flops += 2 * visible * d
     elif formula == "linearised":
-        p = _features(d, given)
+        p = _features(d, inputs)
         flops = 4 * n_q * p * e + (n_q * min(chunk, n_q) * (p + e) if causal else 0)
         special = 0
     elif formula in ("fast_weights", "gated"):

@@ -114,13 +114,13 @@ def operations(calls: Calls, phase: str) -> tuple[float, float] | None:
     """FLOPs and special functions of one call of all parts; None where the formula's are not known."""
     flops = special = 0.0
     for part, instance in zip(calls.parts, calls.instances, strict=True):
-        found = costs.forward_cost(
+        result = costs.forward_cost(
             instance.formula, **sizes(part), pairs=part.pairs, causal=part.causal, options=instance.options
         )
-        if found is None:
+        if result is None:
             return None
         factor = 1.0 if phase == PHASES[0] else 1 + costs.BACKWARD_FACTOR
-        flops, special = flops + factor * found.flops, special + factor * found.special
+        flops, special = flops + factor * result.flops, special + factor * result.special
     return flops, special
 
 

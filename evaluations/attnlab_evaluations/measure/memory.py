@@ -50,9 +50,9 @@ def peak_extra_bytes(call: Callable[[], object], device: str = "cpu") -> int:
         warnings.simplefilter("ignore")
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
-        ) as seen:
+        ) as visible:
             kept = call()
-    events: list[Any] = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events: list[Any] = [e for e in visible.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     del kept
     return peak_of(e.nbytes() for e in events)
@@ -72,18 +72,18 @@ def free_bytes(device: str = "cpu") -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if sys.platform == "win32":
         return _windows_free()
-    found = _meminfo_available(Path("/proc/meminfo"))
+    result = _meminfo_available(Path("/proc/meminfo"))
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         with suppress(OSError, ValueError):
             room = int(Path(limit).read_text()) - int(Path(used).read_text())
-            found = room if found is None else min(found, room)
-    if found is None:
+            result = room if result is None else min(result, room)
+    if result is None:
         with suppress(OSError, ValueError, AttributeError):  # macOS: what is installed is an upper bound
-            found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return found
+            result = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return result
 
 
 def _meminfo_available(path: Path) -> int | None:

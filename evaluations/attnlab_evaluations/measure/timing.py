@@ -91,8 +91,8 @@ def median_interval(values: Sequence[float], *, level: float = LEVEL) -> Interva
 
 def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> Interval:
     """`values / reference`, paired by round: the median log ratio and its interval, as plain ratios."""
-    found = median_interval([math.log(v / r) for v, r in zip(values, reference, strict=True)])
-    return Interval(math.exp(found.median), math.exp(found.low), math.exp(found.high), found.level)
+    result = median_interval([math.log(v / r) for v, r in zip(values, reference, strict=True)])
+    return Interval(math.exp(result.median), math.exp(result.low), math.exp(result.high), result.level)
 
 
 def summarise(values: Sequence[float]) -> Summary:
@@ -211,15 +211,15 @@ def _rounds(
             return
         order = list(names)
         rng.shuffle(order)
-        seen: dict[str, float] = {}
+        earlier: dict[str, float] = {}
         for name in order:
             try:
-                seen[name] = sample(name, repeats[name])
+                earlier[name] = sample(name, repeats[name])
             except Exception as error:
                 result.failed[name] = error
         for name in list(names):
-            if name in seen:
-                result.samples[name].append(seen[name])
+            if name in earlier:
+                result.samples[name].append(earlier[name])
             else:  # it failed in this round: its earlier samples go too, a failing cell has no numbers
                 names.remove(name)
                 del result.samples[name]
@@ -239,9 +239,9 @@ def _converged(samples: Mapping[str, Sequence[float]], reference: str) -> bool:
         if name == reference:
             continue
         logs = [math.log(v / r) for v, r in zip(values, samples[reference], strict=True)]
-        found = median_interval(logs)
-        enough = HALF_WIDTH_NEAR if abs(found.median) < NEAR else HALF_WIDTH
-        if max(found.high - found.median, found.median - found.low) > enough:
+        result = median_interval(logs)
+        enough = HALF_WIDTH_NEAR if abs(result.median) < NEAR else HALF_WIDTH
+        if max(result.high - result.median, result.median - result.low) > enough:
             return False
     return True
 

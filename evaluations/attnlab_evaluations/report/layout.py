@@ -81,10 +81,10 @@ def _drawn(
 
 def _narrowed(widths: list[int], room: int) -> list[int]:
     """Widths that fit: the widest column gives first."""
-    found = list(widths)
-    while found and sum(found) + GAP * (len(found) - 1) > room and max(found) > LEAST_COLUMN:
-        found[found.index(max(found))] -= 1
-    return found
+    results = list(widths)
+    while results and sum(results) + GAP * (len(results) - 1) > room and max(results) > LEAST_COLUMN:
+        results[results.index(max(results))] -= 1
+    return results
 
 
 def _wrapped(text: str, width: int) -> str:

@@ -134,15 +134,15 @@ BUILT_IN = ("error", "moves", *PHASES, *(f"memory_{phase}" for phase in PHASES))
 
 def plugin_metrics(rows: Sequence[Row]) -> dict[str, list[str]]:
     """The metrics of plugins that these rows hold, with the names of their values; `value` where a metric gave none."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for row in rows:
         for metric, record in row.metrics.items():
             if metric in BUILT_IN:
                 continue
-            names = found.setdefault(metric, [])
+            names = results.setdefault(metric, [])
             value = record.get("value")
             names += [n for n in (value if isinstance(value, dict) else {}) if n not in names]
-    return {metric: names or ["value"] for metric, names in found.items()}
+    return {metric: names or ["value"] for metric, names in results.items()}
 
 
 def _number(row: Row, metric: str, number: str) -> str:
@@ -243,16 +243,16 @@ def markdown(rows: Sequence[Row], null: Null, notes: Sequence[str] = ()) -> str:
 
 def flat(row: Row) -> dict[str, Any]:
     """One row as plain fields: numbers where there are numbers, otherwise the status word."""
-    found: dict[str, Any] = {"workload": row.workload, "variant": row.variant}
+    results: dict[str, Any] = {"workload": row.workload, "variant": row.variant}
     for name in ("length", "causal", "layers"):
-        found[name] = row.coordinates.get(name, NOT_APPLICABLE)
-    found.update({n: v for n, v in row.coordinates.items() if n not in found})
-    found["status"] = row.status
-    found["reason"] = row.reason or NOT_APPLICABLE
-    found["known_failures"] = ", ".join(row.known) or "none"
+        results[name] = row.coordinates.get(name, NOT_APPLICABLE)
+    results.update({n: v for n, v in row.coordinates.items() if n not in results})
+    results["status"] = row.status
+    results["reason"] = row.reason or NOT_APPLICABLE
+    results["known_failures"] = ", ".join(row.known) or "none"
 
     def put(key: str, metric: str, value: Any) -> None:
-        found[key] = row.word(metric).partition(" (")[0] if value is None else value
+        results[key] = row.word(metric).partition(" (")[0] if value is None else value
 
     put("error", "error", row.value("error", "worst"))
     for name in ("rows", "total", "bound"):
@@ -266,22 +266,22 @@ def flat(row: Row) -> dict[str, Any]:
             put(f"{phase}_ratio_{name}", phase, "no reference" if missing else ratio.get(name))
         put(f"{phase}_rounds", phase, row.value(phase, "rounds"))
         put(f"{phase}_noisy", phase, row.value(phase, "noisy"))
-        found[f"{phase}_verdict"] = row.claims.get(phase, "none claimed")
+        results[f"{phase}_verdict"] = row.claims.get(phase, "none claimed")
         put(f"{phase}_extra_bytes", f"memory_{phase}", row.value(f"memory_{phase}", "bytes"))
         slope = row.exponents.get(phase)
         for name, end in (("median", ""), ("low", "_low"), ("high", "_high")):
-            found[f"{phase}_exponent{end}"] = NOT_APPLICABLE if slope is None else getattr(slope, name)
+            results[f"{phase}_exponent{end}"] = NOT_APPLICABLE if slope is None else getattr(slope, name)
         put(f"{phase}_first_call_seconds", phase, row.value(phase, "first_call"))
     gflops = row.value("forward", "gflops")
-    found["forward_gflops"] = NOT_APPLICABLE if gflops is None else gflops
+    results["forward_gflops"] = NOT_APPLICABLE if gflops is None else gflops
     for name in ("cosine_mean", "cosine_worst"):
         value = row.value("moves", name)
         absent = "moves" not in row.metrics and row.status not in ("wrong", "unsupported")
-        found[name] = NOT_APPLICABLE if absent else row.word("moves").partition(" (")[0] if value is None else value
+        results[name] = NOT_APPLICABLE if absent else row.word("moves").partition(" (")[0] if value is None else value
     for metric, numbers in plugin_metrics([row]).items():
         for name in numbers:
             put(f"{metric}_{name}", metric, row.value(metric, name))
-    return found
+    return results
 
 
 def as_csv(rows: Sequence[Row]) -> str:

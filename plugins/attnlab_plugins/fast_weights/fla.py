@@ -87,15 +87,15 @@ class _ByFla(FastWeightsAttention):
         def placed(x: Tensor) -> Tensor:  # [B, H, L, ...] -> [B, L, H * groups, ...]
             return x.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 
-        asked = key if query is None else query.flatten(1, 2)  # a memory alone is wanted: read it by anything
-        given = [asked.transpose(1, 2).contiguous(), placed(key), placed(value)]
+        request = key if query is None else query.flatten(1, 2)  # a memory alone is wanted: read it by anything
+        inputs = [request.transpose(1, 2).contiguous(), placed(key), placed(value)]
         if decay is not None:
-            given.append(placed(decay.clamp(min=_FADED)))
+            inputs.append(placed(decay.clamp(min=_FADED)))
         graph = recording or (torch.is_grad_enabled() and memory.requires_grad)
         form = "fused_recurrent" if length <= FEW and not graph else "chunk"
         kernel = _KERNELS[self.corrects, 0 if decay is None else decay.dim()]
         out, last = getattr(_ops(self.name), f"{form}_{kernel}")(
-            *given,
+            *inputs,
             **({} if beta is None else {"beta": placed(beta)}),
             scale=1.0,
             initial_state=memory.repeat_interleave(groups, 1),

@@ -26,21 +26,21 @@ _TYPES |= dict(zip(NUMBERS, ("SymInt?", "SymInt?", "float", "float?", "float"), 
 _SIGNATURE = ", ".join(f"{kind} {name}" for name, kind in _TYPES.items())
 
 
-def problem_of(*given: Any) -> Problem:
+def problem_of(*inputs: Any) -> Problem:
     """The arguments of both operators, by name."""
-    named = dict(zip(_TYPES, given, strict=True))
+    named = dict(zip(_TYPES, inputs, strict=True))
     rules = Rules(**{n: named.pop(n) for n in Rules._fields})
     return Problem(rules=rules, **named)
 
 
-def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    return passes.forward(problem_of(*given))
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return passes.forward(problem_of(*inputs))
 
 
-def _backward(*given: Any) -> list[Tensor]:
-    *call, out, lse, grad_out, grad_lse, of_bias, of_sinks = given
-    found = passes.backward(problem_of(*call), out, lse, grad_out, grad_lse, of_bias, of_sinks)
-    return [g for g in found if g is not None]
+def _backward(*inputs: Any) -> list[Tensor]:
+    *call, out, lse, grad_out, grad_lse, of_bias, of_sinks = inputs
+    result = passes.backward(problem_of(*call), out, lse, grad_out, grad_lse, of_bias, of_sinks)
+    return [g for g in result if g is not None]
 
 
 torch.library.define("attnlab::flash_forward", f"({_SIGNATURE}) -> (Tensor, Tensor)")
@@ -61,8 +61,8 @@ def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 @torch.library.register_fake("attnlab::flash_backward")
 def _backward_shapes(query: Tensor, key: Tensor, value: Tensor, bias: Any, sinks: Any, *rest: Any) -> list[Tensor]:
     of_bias, of_sinks = rest[-2:]
-    wanted = [query, key, value, *([bias] if of_bias else []), *([sinks] if of_sinks else [])]
-    return [t.new_empty(t.shape) for t in wanted]
+    selection = [query, key, value, *([bias] if of_bias else []), *([sinks] if of_sinks else [])]
+    return [t.new_empty(t.shape) for t in selection]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -79,9 +79,9 @@ def _gradients(run: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | N
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     of_bias, of_sinks = ctx.needs_input_grad[3:5]
-    found = iter(run(*tensors, *ctx.numbers, out, lse, grad_out, grad_lse, of_bias, of_sinks))
-    first = [next(found) for _ in range(3)]
-    rest = [next(found) if asked else None for asked in (of_bias, of_sinks)]
+    result = iter(run(*tensors, *ctx.numbers, out, lse, grad_out, grad_lse, of_bias, of_sinks))
+    first = [next(result) for _ in range(3)]
+    rest = [next(result) if request else None for request in (of_bias, of_sinks)]
     return (*first, *rest, *(None for _ in range(len(_TYPES) - 5)))
 
 
@@ -96,8 +96,8 @@ class FlashFunction(torch.autograd.Function):
     """`(out, lse)` of `apply(*tensors, *numbers)`, with gradients of query, key, value, bias and sinks."""
 
     @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        return _forward(*given)
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return _forward(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -108,12 +108,12 @@ class FlashFunction(torch.autograd.Function):
         return _gradients(_once, ctx, grad_out, grad_lse)
 
 
-def _once(*given: Any) -> list[Tensor]:
+def _once(*inputs: Any) -> list[Tensor]:
     with torch.no_grad():
-        found = _backward(*given)
+        result = _backward(*inputs)
     if torch.is_grad_enabled():  # the caller wants a graph of the gradients, and there is none
-        return list(_Refused.apply(len(found), *found, *given[:5], given[-4]))
-    return found
+        return list(_Refused.apply(len(result), *result, *inputs[:5], inputs[-4]))
+    return result
 
 
 class _Refused(torch.autograd.Function):

@@ -67,7 +67,7 @@ def backward(
     bias_rows = lse.new_empty(batch, heads, lq) if of_bias and not per_key else None
     bias_columns = lse.new_empty(batch, heads, lk) if of_bias and per_key and not per_query else None
     hull = hull_of(problem)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "query": query,
         "key": key,
         "value": value,
@@ -93,7 +93,7 @@ def backward(
         bias_rows=bias_rows,
         signed_scale=float(problem.scale),
         how=how(problem, tiles, lk % tiles.columns == 0, *read),
-        **given,
+        **arguments,
         **common(problem, hull, spans_of(problem, tiles, True)),
     )
 
@@ -112,7 +112,7 @@ def backward(
         bias_columns=bias_columns,
         signed_scale=float(problem.scale),
         how=how(problem, tiles, lq % tiles.rows == 0, *read),
-        **given,
+        **arguments,
         **common(problem, hull, spans_of(problem, tiles, False)),
     )
 
@@ -123,7 +123,7 @@ def backward(
         elif bias_columns is not None:
             grad_bias = bias_columns[:, :, None].sum_to_size(bias.shape).to(bias.dtype)  # [B, Hq, 1, Lk]
         else:
-            grad_bias = _bias_gradient(problem, bias, given, read)
+            grad_bias = _bias_gradient(problem, bias, arguments, read)
     grad_sinks = _sinks_gradient(problem.sinks, lse, delta) if problem.sinks is not None and of_sinks else None
     return Gradients(grad_query, grad_key, grad_value, grad_bias, grad_sinks)
 
@@ -151,7 +151,7 @@ def _delta(problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_ls
     return delta
 
 
-def _bias_gradient(problem: Problem, bias: Tensor, given: dict[str, Any], read: tuple[Tensor, ...]) -> Tensor:
+def _bias_gradient(problem: Problem, bias: Tensor, arguments: dict[str, Any], read: tuple[Tensor, ...]) -> Tensor:
     lq, lk = problem.query.shape[2], problem.key.shape[2]
     made = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     tiles = tiles_for("bias_gradient", problem)
@@ -163,7 +163,7 @@ def _bias_gradient(problem: Problem, bias: Tensor, given: dict[str, Any], read: 
         grad_bias=made,
         items=problem.query.shape[0],
         how=how(problem, tiles, False, *read),
-        **given,
+        **arguments,
         **common(problem, None, None),
     )
     return made

@@ -32,36 +32,36 @@ class Rules(NamedTuple):
     allowed: Tensor | None = None
 
 
-def rules_of(seen: Any | None) -> Rules:
+def rules_of(visible: Any | None) -> Rules:
     """The rules of a `Call.visibility`; None stands for "every query sees every key"."""
-    if seen is None:
+    if visible is None:
         return Rules()
-    left = None if seen.left is None else min(seen.left, FAR)
-    right = None if seen.right is None else min(seen.right, FAR)
-    made: dict[str, Any] = {"allowed": seen.allowed}
-    if seen.query_segments is not None:
-        query_ids, key_ids = seen.query_segments.long(), seen.key_segments.long()
-        if seen.query_present is not None:
-            query_ids = query_ids.masked_fill(~seen.query_present, -2)
-        if seen.key_present is not None:
-            key_ids = key_ids.masked_fill(~seen.key_present, -1)
+    left = None if visible.left is None else min(visible.left, FAR)
+    right = None if visible.right is None else min(visible.right, FAR)
+    made: dict[str, Any] = {"allowed": visible.allowed}
+    if visible.query_segments is not None:
+        query_ids, key_ids = visible.query_segments.long(), visible.key_segments.long()
+        if visible.query_present is not None:
+            query_ids = query_ids.masked_fill(~visible.query_present, -2)
+        if visible.key_present is not None:
+            key_ids = key_ids.masked_fill(~visible.key_present, -1)
         made["query_segments"], made["key_segments"] = query_ids.contiguous(), key_ids.contiguous()
-        if seen.positional:
-            positions = seen.query_positions.expand(seen.batch, -1)  # [B, Lq]
+        if visible.positional:
+            positions = visible.query_positions.expand(visible.batch, -1)  # [B, Lq]
             made["low"] = None if left is None else _clamped(positions - left)
             made["high"] = None if right is None else _clamped(positions + right)
-            made["key_positions"] = seen.key_positions.expand(seen.batch, -1).int().contiguous()
+            made["key_positions"] = visible.key_positions.expand(visible.batch, -1).int().contiguous()
         return Rules(**made)
-    if seen.key_present is not None:
-        made["key_present"] = seen.key_present.expand(seen.batch, -1).contiguous().view(torch.uint8)
-    if seen.query_present is not None:
-        made["query_present"] = seen.query_present.expand(seen.batch, -1).contiguous().view(torch.uint8)
-    if isinstance(seen.offset, Tensor):
-        made["low"] = None if left is None else _clamped(seen.offset - left)  # [B]
-        made["high"] = None if right is None else _clamped(seen.offset + right)
+    if visible.key_present is not None:
+        made["key_present"] = visible.key_present.expand(visible.batch, -1).contiguous().view(torch.uint8)
+    if visible.query_present is not None:
+        made["query_present"] = visible.query_present.expand(visible.batch, -1).contiguous().view(torch.uint8)
+    if isinstance(visible.offset, Tensor):
+        made["low"] = None if left is None else _clamped(visible.offset - left)  # [B]
+        made["high"] = None if right is None else _clamped(visible.offset + right)
     else:
-        made["low_number"] = None if left is None else _within(seen.offset - left)
-        made["high_number"] = None if right is None else _within(seen.offset + right)
+        made["low_number"] = None if left is None else _within(visible.offset - left)
+        made["high_number"] = None if right is None else _within(visible.offset + right)
     return Rules(**made)
 
 

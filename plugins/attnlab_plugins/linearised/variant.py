@@ -116,19 +116,19 @@ class LinearisedAttention(FeatureMapAttention):
         redraw_interval: int | None = None,
         max_length: int | None = None,
     ) -> None:
-        given = {
+        arguments = {
             "nu": nu,
             "num_features": num_features,
             "seed": seed,
             "redraw_interval": redraw_interval,
             "max_length": max_length,
         }
-        _judge(feature_map, given)
+        _judge(feature_map, arguments)
         super().__init__(
             num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         self.kind = feature_map
-        self.options = {"feature_map": feature_map, **given}
+        self.options = {"feature_map": feature_map, **arguments}
         width = self.key_dim
         if feature_map == "dpfp":
             self._default(nu=1)
@@ -254,8 +254,8 @@ class LinearisedAttention(FeatureMapAttention):
             require_near(self.name, call.visibility, self.options["max_length"])
         if self.options["redraw_interval"] is None:
             return super().attend(query, key, value, call)
-        wanted = query.requires_grad or key.requires_grad or value.requires_grad
-        before = _rows.set(self._rows_of_call(call, torch.is_grad_enabled() and wanted))
+        expected = query.requires_grad or key.requires_grad or value.requires_grad
+        before = _rows.set(self._rows_of_call(call, torch.is_grad_enabled() and expected))
         try:
             return super().attend(query, key, value, call)
         finally:
@@ -301,10 +301,10 @@ class LinearisedAttention(FeatureMapAttention):
         return int(counts.get(self.kind, width))
 
 
-def _judge(feature_map: str, given: Mapping[str, Any]) -> None:
+def _judge(feature_map: str, arguments: Mapping[str, Any]) -> None:
     if feature_map not in FEATURE_MAPS:
         raise InvalidInput(f"linearised: feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
-    for word, value in given.items():
+    for word, value in arguments.items():
         owner, least = OPTIONS[word]
         if value is None:
             continue

@@ -112,7 +112,7 @@ def test_the_first_use_says_which_found_file_a_name_comes_from(
     assert "'soft' stays the variant of" in words
     assert f"run: attnlab trust {file}" in words
     caplog.clear()
-    assert f"'own' comes from {file}:4, a file that was found" in said_at_first_use(caplog, "own")[0]
+    assert f"'own' comes from {file}:4, a file that was discovered" in said_at_first_use(caplog, "own")[0]
     caplog.clear()
     trust(file)
     assert "in the place of" in said_at_first_use(caplog, "soft")[0]

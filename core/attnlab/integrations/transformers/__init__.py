@@ -68,15 +68,15 @@ def name(variant: str) -> str:
 
     `UnknownVariant` where it is not registered here, `PluginError` where the name means something else there.
     """
-    found = info(variant).hf_name or f"attnlab_{variant}"
-    taken = [word for word in _TAKEN_THERE if word in found]
-    if taken or not re.fullmatch(r"[A-Za-z0-9_.\-]+", found):
+    result = info(variant).hf_name or f"attnlab_{variant}"
+    taken = [word for word in _TAKEN_THERE if word in result]
+    if taken or not re.fullmatch(r"[A-Za-z0-9_.\-]+", result):
         raise PluginError(
             f"{variant}: its name in transformers must hold letters, digits, '_', '-' or '.' and none of "
-            f"{', '.join(map(repr, _TAKEN_THERE))}, which mean something else there; got {found!r}: give the "
+            f"{', '.join(map(repr, _TAKEN_THERE))}, which mean something else there; got {result!r}: give the "
             "registry row a usable hf_name"
         )
-    return found
+    return result
 
 
 def register(variants: Sequence[str] | None = None) -> dict[str, str]:
@@ -88,9 +88,9 @@ def register(variants: Sequence[str] | None = None) -> dict[str, str]:
     As long as names are registered, `save_pretrained` writes the name that a model runs into its `config.json`, and
     `from_pretrained` gives it back, in a process where it is registered; in another transformers refuses the name.
     """
-    wanted = names() if variants is None else list(variants)
+    selection = names() if variants is None else list(variants)
     done: dict[str, str] = {}
-    for variant in wanted:
+    for variant in selection:
         try:
             implementation = name(variant)
             unavailable = info(variant).unavailable

@@ -87,17 +87,17 @@ class Words(NamedTuple):
 
 def words_of(kwargs: Mapping[str, Any], query: Tensor, key: Tensor) -> Words:
     """The meaning of the keyword arguments of a call; None is nothing, whatever the word."""
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     refused: dict[str, str] = {}
     packed = False
     for word, value in kwargs.items():
         if value is None or word in WITHOUT_EFFECT:
             continue
         if word in SERVED:
-            asked[SERVED[word]] = value
+            arguments[SERVED[word]] = value
         elif word == "output_attentions":
             if value:
-                asked["need_weights"] = True
+                arguments["need_weights"] = True
         elif word in PACKING:
             packed = True
         elif word in REFUSED:
@@ -106,15 +106,15 @@ def words_of(kwargs: Mapping[str, Any], query: Tensor, key: Tensor) -> Words:
             reason = _unknown(word, value, query, key)
             if reason:
                 refused[word] = reason
-    if "sinks" in asked and not _is_a_logit_for_each_head(asked["sinks"], query):
-        del asked["sinks"]
+    if "sinks" in arguments and not _is_a_logit_for_each_head(arguments["sinks"], query):
+        del arguments["sinks"]
         refused["sinks"] = "it is another logit for each query, and variants take one for each head"
     segments = None
     if packed:
         segments, reason = _segments(kwargs, query, key)
         if reason:
             refused[next(word for word in kwargs if word in PACKING)] = reason
-    return Words(asked, refused, segments)
+    return Words(arguments, refused, segments)
 
 
 def _is_a_logit_for_each_head(sinks: Any, query: Tensor) -> bool:
@@ -151,7 +151,7 @@ def _segments(kwargs: Mapping[str, Any], query: Tensor, key: Tensor) -> tuple[tu
         alone = ids.is_cpu and are_plain(ids) and bool((ids == ids[:, :1]).all())
         return (None if alone else (ids, ids)), ""
     both: tuple[Any, Any] = (ends_k if ends_q is None else ends_q), (ends_q if ends_k is None else ends_k)
-    found = []
+    results = []
     for ends, tokens, what in zip(both, (query, key), ("queries", "keys"), strict=True):
         if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.shape[0] < 2:
             return None, f"expected the bounds of sequences, a tensor [n + 1], got {_got(ends)}"
@@ -160,10 +160,10 @@ def _segments(kwargs: Mapping[str, Any], query: Tensor, key: Tensor) -> tuple[tu
             return None, f"it bounds {int(ends[-1])} tokens, and there are {batch} x {length} {what}"
         places = torch.arange(batch * length, device=ends.device, dtype=ends.dtype)
         numbers = torch.searchsorted(ends, places, right=True) - 1
-        found.append(numbers.view(batch, length).to(tokens.device))
+        results.append(numbers.view(batch, length).to(tokens.device))
     if all(ends.shape[0] == 2 for ends in both) and query.shape[0] == 1:
         return None, ""
-    return (found[0], found[1]), ""
+    return (results[0], results[1]), ""
 
 
 def _got(value: Any) -> str:

@@ -23,7 +23,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.variant = variant
         self.state: State | None = None
-        self.seen = 0
+        self.token_count = 0
         self.last_position: Tensor | None = None  # of each row, where its model says it
 
     @property
@@ -46,27 +46,27 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The new tokens' keys and values as they are."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.held != self.seen:
+        if self.held != self.token_count:
             raise AttnlabError(
-                f"StateCache: {self.variant} was handed {self.seen} tokens and its state holds {self.held}: its model did not call "
+                f"StateCache: {self.variant} was handed {self.token_count} tokens and its state holds {self.held}: its model did not call "
                 "the variant; is it installed, and the cache made for this model? A model with cross-attention takes "
                 "EncoderDecoderCache(StateCache(model), DynamicCache()), and after an exception in a call the tokens are read again into a new cache"
             )
-        self.seen += key_states.shape[2]
+        self.token_count += key_states.shape[2]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """A mask is of the new tokens alone."""
-        return query_length, self.seen
+        return query_length, self.token_count
 
     def get_seq_length(self) -> int:
-        return self.seen
+        return self.token_count
 
     def get_max_length(self) -> int:
         return -1
 
     def reset(self) -> None:
-        self.state, self.seen, self.is_initialized = None, 0, False
+        self.state, self.token_count, self.is_initialized = None, 0, False
 
     def offload(self) -> None:
         if self.state is not None:
@@ -105,7 +105,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
         if not tokens_to_remove or self.state is None:
             return self.state
-        return self.state.crop(self.seen + tokens_to_remove)
+        return self.state.crop(self.token_count + tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, -3 for three, as transformers counts; `UnsupportedRequest` where the state cannot, as a recurrence's."""
@@ -115,7 +115,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Go on from `state`, what `cropped` gave for as many tokens."""
         if self.state is not None:
             self.state = state
-            self.seen += tokens_to_remove
+            self.token_count += tokens_to_remove
             self.last_position = None
 
 
@@ -134,7 +134,7 @@ class StateCache(DynamicCache):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        found: dict[int, str] = {}
+        results: dict[int, str] = {}
         for path, module in attention_layers(model).items():
             number = getattr(module, "layer_idx", None)
             installed = getattr(module, "attnlab", None)
@@ -150,13 +150,13 @@ class StateCache(DynamicCache):
                 raise UnsupportedRequest(
                     f"StateCache: {attention.name} ({path}) has no state; use transformers' own cache"
                 )
-            found[number] = attention.name
-        if sorted(found) != list(range(len(found))) or not found:
+            results[number] = attention.name
+        if sorted(results) != list(range(len(results))) or not results:
             raise InvalidInput(
-                f"StateCache: expected causal layers numbered from 0 in {type(model).__name__}, got {sorted(found) or 'none'}"
+                f"StateCache: expected causal layers numbered from 0 in {type(model).__name__}, got {sorted(results) or 'none'}"
             )
         # A DynamicCache is what others may crop and repeat beside an encoder's; its own layers are none of ours.
-        Cache.__init__(self, layers=[StateLayer(found[number]) for number in sorted(found)])
+        Cache.__init__(self, layers=[StateLayer(results[number]) for number in sorted(results)])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, -3 for three, in every layer; `UnsupportedRequest` where one cannot, and none has forgotten any."""

@@ -38,14 +38,14 @@ def check_exact(
             raise UnsupportedRequest(
                 f"{subject}: {kind} asks of its attention what a variant is not told: {error}"
             ) from error
-    for path, wanted in before.items():
+    for path, expected in before.items():
         result = after.get(path)
-        if result is None or result.shape != wanted.shape:
+        if result is None or result.shape != expected.shape:
             continue  # weights, which the model's own implementation may give and this one was not asked for
-        wanted, result = (_kept(x, example.get("attention_mask")).double() for x in (wanted, result))
-        difference = (result - wanted).square().mean().sqrt()
-        bound = torch.finfo(before[path].dtype).eps ** 0.5 * wanted.square().mean().sqrt()
-        if wanted.isfinite().all() and not difference <= bound:
+        expected, result = (_kept(x, example.get("attention_mask")).double() for x in (expected, result))
+        difference = (result - expected).square().mean().sqrt()
+        bound = torch.finfo(before[path].dtype).eps ** 0.5 * expected.square().mean().sqrt()
+        if expected.isfinite().all() and not difference <= bound:
             raise UnsupportedRequest(
                 f"{subject}: {kind} would not compute what it does: with {EXACT}, which is exact, in {', '.join(layers)} its output "
                 f"{path} on the example differs by {difference:.2g}, expected at most {bound:.2g}; leave these layers out, by where= or layers="

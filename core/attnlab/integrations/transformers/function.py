@@ -48,7 +48,7 @@ class Callee(Protocol):
     @property
     def forward(self) -> Callable[..., AttentionOutput]: ...
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput: ...
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **request: Any) -> AttentionOutput: ...
 
 
 class Source(Protocol):
@@ -80,29 +80,29 @@ class ModelFunction:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`(out [B, Lq, Hq, Dv] contiguous, weights or None)`; every argument means what it means there."""
-        asked, refused, segments = words_of(kwargs, query, key) if kwargs else Words({}, {}, None)
+        request, refused, segments = words_of(kwargs, query, key) if kwargs else Words({}, {}, None)
         if weights_are_wanted(module):
-            asked["need_weights"] = True  # refused by the gate where the variant has none
+            request["need_weights"] = True  # refused by the gate where the variant has none
         n_q, n_k = query.shape[2], key.shape[2]
         window = kwargs.get("sliding_window") if attention_mask is None and kwargs else None
         if attention_mask is not None:
-            said = asked_of(attention_mask)
+            words = asked_of(attention_mask)
         else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
             causal = is_causal and n_q > 1 and not is_additive(getattr(module, "config", None))
-            said = _CAUSAL if causal else _NOTHING
+            words = _CAUSAL if causal else _NOTHING
         packed = None
         if kwargs and n_q > 0 and (positions := kwargs.get("position_ids")) is not None:
-            packed = packed_sequences(module, positions, attention_mask, "causal" in (said or ()), n_q, n_k)
+            packed = packed_sequences(module, positions, attention_mask, "causal" in (words or ()), n_q, n_k)
             if packed is not None:
-                attention_mask, said = packed.mask, None if packed.said is None else {"mask": packed.said}
+                attention_mask, words = packed.mask, None if packed.said is None else {"mask": packed.said}
         signature, mask, generation = None, None, 0
-        plain = not (asked or refused or dropout or segments)
-        if self.bare and said is not None and window is None and plain and not torch.compiler.is_compiling():
+        plain = not (request or refused or dropout or segments)
+        if self.bare and words is not None and window is None and plain and not torch.compiler.is_compiling():
             # The fast path of small inputs, as `attnlab.attention` has it.
             generation = self._functions.generation
-            signature, mask = _signature_of(query, key, value, said, scaling)
+            signature, mask = _signature_of(query, key, value, words, scaling)
             function = self._functions.get(signature) if signature else None
             if function is not None and not torch._C._is_any_autocast_enabled():
                 out = function(query, key, value) if mask is None else function(query, key, value, mask)
@@ -120,51 +120,51 @@ class ModelFunction:
                 f"{attention.name}: the model asks for a window of {window} keys and built no mask that holds it; "
                 "register the mask function together with the attention function"
             )
-        if attention_mask is None and said and n_q != n_k:
+        if attention_mask is None and words and n_q != n_k:
             raise UnsupportedRequest(
                 f"{attention.name}: a causal layer came without a mask at {n_q} queries and {n_k} keys, "
                 "which leaves the alignment open; pass the mask of this implementation"
             )
-        _put_mask(attention, asked, attention_mask, said)
+        _put_mask(attention, request, attention_mask, words)
         if segments is not None:
-            _put_segments(attention, asked, segments)
+            _put_segments(attention, request, segments)
         if scaling is not None:
-            given, query = query, _put_scale(attention, asked, scaling, query)
-            if query is not given:
+            inputs, query = query, _put_scale(attention, request, scaling, query)
+            if query is not inputs:
                 signature = None  # the fast path serves a query as it came
         if dropout:
-            _put_dropout(attention, asked, dropout, module)
+            _put_dropout(attention, request, dropout, module)
         if n_q != n_k and isinstance(attention, Attention):
-            check_positions(attention, query, key, asked)
+            check_positions(attention, query, key, request)
         serve = attention.forward if self.bare else attention
-        result = serve(query, key, value, **asked)
-        if signature and "scale" not in asked and isinstance(attention, Attention):
-            causal = asked.get("causal", False)
+        result = serve(query, key, value, **request)
+        if signature and "scale" not in request and isinstance(attention, Attention):
+            causal = request.get("causal", False)
             if (function := attention.validated_function(query, key, value, causal, mask)) is not None:
                 self._functions.put(signature, function, generation)
         return result.out.transpose(1, 2).contiguous(), result.weights  # [B, Lq, Hq, Dv]
 
 
 def _signature_of(
-    query: Tensor, key: Tensor, value: Tensor, said: Mapping[str, Any], scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, rules: Mapping[str, Any], scaling: float | None
 ) -> tuple[Any, AttentionMask | None]:
     """The key of such calls on the fast path, None for a call that cannot take it, and the mask if that has a cache."""
     if not (scaling is None or type(scaling) is float):
         return None, None  # a tensor's value may change
-    mask = said.get("mask")
+    mask = rules.get("mask")
     if mask is None:
-        return (signature_of("", query, key, value, "causal" in said), scaling), None
+        return (signature_of("", query, key, value, "causal" in rules), scaling), None
     cache = mask.cache
     return (None if cache is None else (signature_of(cache.parts, query, key, value, False), scaling)), mask
 
 
-def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Mapping[str, Any]) -> None:
+def check_positions(attention: Attention, query: Tensor, key: Tensor, arguments: Mapping[str, Any]) -> None:
     """Refuse to guess where queries stand for a variant that reads positions; a mask with structure says it."""
     n_q, n_k = query.shape[2], key.shape[2]
     reads = attention.reads_query_positions and not attention.capabilities.position_free
-    if n_q == n_k or not reads or "offset" in asked:
+    if n_q == n_k or not reads or "offset" in arguments:
         return
-    mask = asked.get("mask")
+    mask = arguments.get("mask")
     if not isinstance(mask, AttentionMask) or mask.offset is None:
         raise UnsupportedRequest(
             f"{attention.name}: it reads positions, and nothing says where these {n_q} queries stand among {n_k} keys; "
@@ -172,24 +172,26 @@ def check_positions(attention: Attention, query: Tensor, key: Tensor, asked: Map
         )
 
 
-def _put_mask(attention: Callee, asked: dict[str, Any], mask: Tensor | None, said: Mapping[str, Any] | None) -> None:
+def _put_mask(
+    attention: Callee, arguments: dict[str, Any], mask: Tensor | None, rules: Mapping[str, Any] | None
+) -> None:
     """Who sees whom: what is said of it by structure, else a mask that is complete, a tensor where it is bool and else a bias.
 
     Packed sequences are segments to variants that read where a sequence begins or take no rule for each pair, and a tensor to the rest.
     """
     able = attention.capabilities
     anywhere = able.mask and (able.position_free or attention.shift_invariant)
-    if said is not None:
-        packed = "mask" in said and said["mask"].segments is not None
+    if rules is not None:
+        packed = "mask" in rules and rules["mask"].segments is not None
         if not packed or (able.segments and not anywhere):
-            asked.update(said)
+            arguments.update(rules)
             return
     if not isinstance(mask, Tensor):
         raise InvalidInput(f"{attention.name}: attention_mask must be a tensor or None, got {type(mask).__name__}")
     mask = rule_of(mask)
     if mask.dtype != torch.bool:
         bias = bias_of(mask)
-        asked["bias"] = bias if "bias" not in asked else asked["bias"] + bias
+        arguments["bias"] = bias if "bias" not in arguments else arguments["bias"] + bias
         return
     if not anywhere:
         lacks = "does not support mask=, a rule for each pair" if not able.mask else "reads positions"
@@ -199,22 +201,22 @@ def _put_mask(attention: Callee, asked: dict[str, Any], mask: Tensor | None, sai
             "compile or export the whole model, and with attention_mask= (ones where nothing is padded), as without one a "
             "traced model has to suppose packed sequences"
         )
-    asked["mask"] = mask
+    arguments["mask"] = mask
 
 
-def _put_segments(attention: Callee, asked: dict[str, Any], segments: tuple[Tensor, Tensor]) -> None:
+def _put_segments(attention: Callee, arguments: dict[str, Any], segments: tuple[Tensor, Tensor]) -> None:
     """Sequences packed in one row do not see each other; nothing is added where the model's mask says so already."""
-    mask = asked.get("mask")
+    mask = arguments.get("mask")
     if isinstance(mask, AttentionMask) and mask.segments is not None:
         return
     if attention.capabilities.segments or not attention.capabilities.mask or isinstance(mask, AttentionMask):
-        asked["segments"] = segments
+        arguments["segments"] = segments
         return
     same = segments[0][:, None, :, None] == segments[1][:, None, None, :]  # [B, 1, Lq, Lk]
-    asked["mask"] = same if mask is None else mask & same
+    arguments["mask"] = same if mask is None else mask & same
 
 
-def _put_scale(attention: Callee, asked: dict[str, Any], scaling: float, query: Tensor) -> Tensor:
+def _put_scale(attention: Callee, arguments: dict[str, Any], scaling: float, query: Tensor) -> Tensor:
     """Hand the model's scale on, and return the query that goes with it.
 
     A model's scores are `scaling * q k^T`. Where the formula has no scale, its features stand for queries whose scores have the
@@ -226,19 +228,19 @@ def _put_scale(attention: Callee, asked: dict[str, Any], scaling: float, query: 
     if own is not None and abs(scaling - own) <= _SAME * own:
         return query
     if attention.capabilities.scale:
-        asked["scale"] = scaling
+        arguments["scale"] = scaling
         return query
     usual = query.shape[3] ** -0.5
     if abs(scaling - usual) <= 1e-6 * usual:
         return query
     factor = attention.query_factor(scaling)
     if factor is None:
-        asked["scale"] = scaling
+        arguments["scale"] = scaling
         return query
     return query * factor
 
 
-def _put_dropout(attention: Callee, asked: dict[str, Any], dropout: float, module: nn.Module) -> None:
+def _put_dropout(attention: Callee, arguments: dict[str, Any], dropout: float, module: nn.Module) -> None:
     if not attention.capabilities.dropout:
         setting = dropout_setting(getattr(module, "config", None), dropout)
         where = f"config.{setting} = 0.0" if setting else "the dropout of its attention to 0.0 in its config"
@@ -246,7 +248,7 @@ def _put_dropout(attention: Callee, asked: dict[str, Any], dropout: float, modul
             f"{attention.name} does not support dropout_p > 0, and {type(module).__name__} in training drops attention weights "
             f"at {dropout}; make the model with {where}, or call model.eval()"
         )
-    asked["dropout_p"] = dropout
+    arguments["dropout_p"] = dropout
 
 
 def _of_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

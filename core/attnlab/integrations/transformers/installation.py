@@ -63,9 +63,9 @@ def install(
     it was.
     """
     refuse_within_a_block("install", model)
-    wanted = _chosen_by_layer(model, variant, options, layers)
+    expected = _chosen_by_layer(model, variant, options, layers)
     holding = _holding(model)
-    again = [path for path in wanted if path in holding]
+    again = [path for path in expected if path in holding]
     if again and not replace:
         raise InvalidInput(
             f"install: {', '.join(again)} of {type(model).__name__} {'hold' if len(again) > 1 else 'holds'} "
@@ -76,14 +76,14 @@ def install(
     with unless_it_fails(model):
         _put_configs_back(model)
         _detach(model, again)
-        sizes = sizes_of_layers(model, list(wanted), example)
-        made = _made({path: (chosen, sizes[path]) for path, chosen in wanted.items()})
+        sizes = sizes_of_layers(model, list(expected), example)
+        made = _made({path: (chosen, sizes[path]) for path, chosen in expected.items()})
         if example is not None:
-            check_exact("install", model, {path: model.get_submodule(path) for path in wanted}, example)
+            check_exact("install", model, {path: model.get_submodule(path) for path in expected}, example)
         _attach(model, made)
-        now = {path: {"variant": chosen, **sizes[path]._asdict()} for path, chosen in wanted.items()}
+        now = {path: {"variant": chosen, **sizes[path]._asdict()} for path, chosen in expected.items()}
         _choose(model, {**stored, **now})
-    return list(wanted)
+    return list(expected)
 
 
 def uninstall(model: PreTrainedModel, layers: str | Sequence[str] | None = None) -> list[str]:
@@ -112,28 +112,28 @@ def _chosen_by_layer(
     model: PreTrainedModel, variant: ByLayer, options: Mapping[str, Any], layers: str | Sequence[str] | None
 ) -> dict[str, dict[str, Any]]:
     """The config of a variant for each layer that gets one, by path."""
-    found = list(attention_layers(model))
-    wanted = _matching(found, layers)
-    if not wanted:
+    results = list(attention_layers(model))
+    expected = _matching(results, layers)
+    if not expected:
         raise InvalidInput(
             f"install: no attention layer of {type(model).__name__} matches {', '.join(_patterns(layers))}; it has "
-            f"{', '.join(found) or 'none that asks for an implementation'}"
+            f"{', '.join(results) or 'none that asks for an implementation'}"
         )
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     if callable(variant):
-        given = {path: variant(path, found.index(path)) for path in wanted}
-        given = {path: one for path, one in given.items() if one is not None}
-        if not given:
+        arguments = {path: variant(path, results.index(path)) for path in expected}
+        arguments = {path: one for path, one in arguments.items() if one is not None}
+        if not arguments:
             raise InvalidInput("install: the function in variant gives None for every layer")
     elif isinstance(variant, Sequence) and not isinstance(variant, str):
-        if len(variant) != len(wanted):
+        if len(variant) != len(expected):
             raise InvalidInput(
-                f"install: a list of variants has one for each of the {len(wanted)} layers {', '.join(wanted)}, got {len(variant)}"
+                f"install: a list of variants has one for each of the {len(expected)} layers {', '.join(expected)}, got {len(variant)}"
             )
-        given = dict(zip(wanted, variant, strict=True))
+        arguments = dict(zip(expected, variant, strict=True))
     else:
-        given = dict.fromkeys(wanted, variant)
-    return {path: storable("install", choice("install", one, options)) for path, one in given.items()}
+        arguments = dict.fromkeys(expected, variant)
+    return {path: storable("install", choice("install", one, options)) for path, one in arguments.items()}
 
 
 def _patterns(layers: str | Sequence[str] | None) -> list[str]:
@@ -146,8 +146,8 @@ def _matching(paths: Iterable[str], layers: str | Sequence[str] | None) -> list[
 
 def _holding(model: nn.Module) -> dict[str, InstalledAttention]:
     """The variants that layers of `model` hold, by the layers' paths."""
-    found = {path: module._modules.get("attnlab") for path, module in attention_layers(model).items()}
-    return {path: held for path, held in found.items() if isinstance(held, InstalledAttention)}
+    results = {path: module._modules.get("attnlab") for path, module in attention_layers(model).items()}
+    return {path: held for path, held in results.items() if isinstance(held, InstalledAttention)}
 
 
 def _stored(config: Any) -> dict[str, dict[str, Any]]:

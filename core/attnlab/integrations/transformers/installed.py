@@ -70,24 +70,24 @@ class InstalledAttention(nn.Module):
     def call_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
         """The facts of a call of the layer `module` with these arguments."""
         source = source_of(args, kwargs) if self.gate_projections else None
-        given, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
+        inputs, number = (*args, *kwargs.values()), getattr(module, "layer_idx", None)
         if cross_source(kwargs) is None:
-            layer = state_layer(given, number)
+            layer = state_layer(inputs, number)
             if number == 0:
                 refuse_steps_back(layer, kwargs.get("position_ids"), kwargs.get("attention_mask"))
             return LayerCall(source, layer)
         if self.capabilities.position_free or not self.attention.reads_query_positions:
             return LayerCall(source)
         queries = queries_of(args, kwargs)
-        return LayerCall(source, offset=first_position(given, number, queries.shape[1]))
+        return LayerCall(source, offset=first_position(inputs, number, queries.shape[1]))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, /, *, layer_call: LayerCall, **asked: Any
+        self, query: Tensor, key: Tensor, value: Tensor, /, *, layer_call: LayerCall, **request: Any
     ) -> AttentionOutput:
         """The arguments of `Attention.forward`, and the facts of the layer's call."""
         source, layer = layer_call.source, layer_call.state
         if layer_call.offset is not None:
-            asked["offset"] = layer_call.offset
+            request["offset"] = layer_call.offset
         if self.attention.qk_l2norm:
             query, key = unit_length(query), unit_length(key)
         if source is not None:
@@ -96,23 +96,23 @@ class InstalledAttention(nn.Module):
                     f"{self.name}: its gates are made from the layer's input of {source.shape[1]} tokens, but "
                     f"{key.shape[2]} keys came, from a cache of keys; decode with cache=StateCache(model)"
                 )
-            asked["gates"] = self.gate_projections(source)
+            request["gates"] = self.gate_projections(source)
         if layer is None:
-            check_positions(self.attention, query, key, asked)
-            alone: AttentionOutput = self.attention(query, key, value, **asked)
+            check_positions(self.attention, query, key, request)
+            alone: AttentionOutput = self.attention(query, key, value, **request)
             return alone
-        if asked.get("bias") is not None:
+        if request.get("bias") is not None:
             raise UnsupportedRequest(
                 f"{self.name}: the model adds a bias for each pair, and a StateCache shows it the new tokens alone, so that "
                 "it makes none for the past; decode with transformers' own cache"
             )
-        if is_packed(asked.get("mask")):
+        if is_packed(request.get("mask")):
             raise UnsupportedRequest(
                 f"{self.name}: position_ids restart within a row, so it packs sequences, and a StateCache holds one sequence a row; "
                 "give each a row of its own, or leave the cache out"
             )
         result: AttentionOutput = self.attention(
-            query, key, value, **_of_new_tokens(asked), state=layer.state_for(self.attention, key)
+            query, key, value, **_of_new_tokens(request), state=layer.state_for(self.attention, key)
         )
         layer.state = result.state
         return result
@@ -132,19 +132,19 @@ class ServedCall:
     def query_factor(self, scale: float) -> float | None:
         return self.installed.attention.query_factor(scale)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **asked: Any) -> AttentionOutput:
-        result: AttentionOutput = self.installed(query, key, value, layer_call=self.layer_call, **asked)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **request: Any) -> AttentionOutput:
+        result: AttentionOutput = self.installed(query, key, value, layer_call=self.layer_call, **request)
         return result
 
     forward = __call__
 
 
-def _of_new_tokens(asked: dict[str, Any]) -> dict[str, Any]:
+def _of_new_tokens(arguments: dict[str, Any]) -> dict[str, Any]:
     """What is asked of a call with a state: its positions go on from the state, whatever the mask counted them from."""
-    mask = asked.get("mask")
+    mask = arguments.get("mask")
     if isinstance(mask, AttentionMask):
-        asked["mask"] = AttentionMask(causal=mask.causal, window=mask.window, key_mask=mask.key_mask)
-    return asked
+        arguments["mask"] = AttentionMask(causal=mask.causal, window=mask.window, key_mask=mask.key_mask)
+    return arguments
 
 
 def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def others_than(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Mo
 
 
 def sizes_of_layers(
-    model: PreTrainedModel, wanted: Collection[str], example: Mapping[str, Any] | None = None
+    model: PreTrainedModel, expected: Collection[str], example: Mapping[str, Any] | None = None
 ) -> dict[str, LayerSizes]:
     """The sizes of the layers of `model` at the paths `wanted`.
 
@@ -79,25 +79,25 @@ def sizes_of_layers(
     only for the others the model then runs, on inputs made up from its config. `InvalidInput` where a forward fails or misses a layer.
     """
     kind, layers = type(model).__name__, attention_layers(model)
-    known = {path: sizes for path in wanted if (sizes := _own_sizes(layers[path])) is not None}
-    if example is None and len(known) == len(wanted):
+    known = {path: sizes for path in expected if (sizes := _own_sizes(layers[path])) is not None}
+    if example is None and len(known) == len(expected):
         return known
     shown = _shown_sizes(model, layers, _made_up(model) if example is None else dict(example))
-    silent = [path for path in wanted if path not in shown and path not in known]
+    silent = [path for path in expected if path not in shown and path not in known]
     if silent:
         raise InvalidInput(
             f"{kind}: {', '.join(silent)} took no part in the forward that shows the sizes of layers; pass an "
             "example={...} that reaches them, or choose layers without them"
         )
-    return {path: shown.get(path) or known[path] for path in wanted}
+    return {path: shown.get(path) or known[path] for path in expected}
 
 
 def _own_sizes(layer: nn.Module) -> LayerSizes | None:
     """The sizes that a layer's projections and attributes agree on; None where it is not of the usual kind."""
     kind: Any = type(layer)
     names = next((n for n in _PROJECTIONS if all(hasattr(layer, one) for one in n)), None)
-    width = next((found for word in _WIDTHS if isinstance(found := getattr(layer, word, None), int)), 0)
-    heads = next((found for word in _HEADS if isinstance(found := getattr(layer, word, None), int)), 0)
+    width = next((result for word in _WIDTHS if isinstance(result := getattr(layer, word, None), int)), 0)
+    heads = next((result for word in _HEADS if isinstance(result := getattr(layer, word, None), int)), 0)
     heads = heads or getattr(getattr(layer, "config", None), "num_attention_heads", 0)
     if names is None or not width or not heads or not _hands_over_as_projected(kind):
         return None
@@ -122,7 +122,7 @@ def _shown_sizes(
     """The sizes of every layer that one forward reaches; the model is then as it was. Every layer gives zeros."""
     paths = {id(module): path for path, module in layers.items()}
     widths: dict[str, int] = {}
-    found: dict[str, LayerSizes] = {}
+    results: dict[str, LayerSizes] = {}
 
     def note_width(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         widths[paths[id(module)]] = source_of(args, kwargs).shape[-1]
@@ -131,7 +131,7 @@ def _shown_sizes(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
         path = paths[id(module)]
-        found[path] = LayerSizes(query.shape[1], key.shape[1], query.shape[3], value.shape[3], widths[path])
+        results[path] = LayerSizes(query.shape[1], key.shape[1], query.shape[3], value.shape[3], widths[path])
         batch, heads, length, _width = query.shape
         return query.new_zeros(batch, length, heads, value.shape[3]), None
 
@@ -139,7 +139,7 @@ def _shown_sizes(
         for module in layers.values():
             module.register_forward_pre_hook(note_width, with_kwargs=True)
         run(model, inputs, "a forward that shows the sizes of its layers")
-    return found
+    return results
 
 
 def run(model: PreTrainedModel, inputs: Mapping[str, Any], purpose: str) -> Any:
@@ -176,8 +176,8 @@ def cross_source(kwargs: Mapping[str, Any]) -> Tensor | None:
     """The other side's states, where a layer's call has some."""
     for word in ("key_value_states", "encoder_hidden_states"):
         if kwargs.get(word) is not None:
-            given: Tensor = kwargs[word]
-            return given
+            inputs: Tensor = kwargs[word]
+            return inputs
     return None
 
 

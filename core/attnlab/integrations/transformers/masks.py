@@ -74,7 +74,7 @@ def make_mask(
         return None
     if q_length != kv_length:  # generate makes masks of steps contiguous, and what it copied would have no tag
         mask = mask.contiguous()
-    structure = asked = None
+    structure = request = None
     pattern = pattern_of(function)
     if pattern is not None:
         if pattern.get("causal") or "window" in pattern:
@@ -83,9 +83,9 @@ def make_mask(
         if not torch.compiler.is_compiling():
             # One for all layers of the forward; a view, as the mask itself would be held by its own attribute.
             structure = structure.with_cache(dense=mask.detach())
-        asked = _asked(structure, q_length == kv_length)
+        request = _asked(structure, q_length == kv_length)
     result = _as_eager(mask, dtype) if additive else mask
-    setattr(result, _TAG, (structure, _version(result), asked, mask if additive else None))
+    setattr(result, _TAG, (structure, _version(result), request, mask if additive else None))
     return result
 
 
@@ -148,20 +148,20 @@ def _new_kind(kind: type) -> None:
     from transformers import PreTrainedModel
 
     folder = kind.__module__.rpartition(".")[0]
-    todo, found = [PreTrainedModel], False
+    todo, result = [PreTrainedModel], False
     while todo:
         model = todo.pop()
         todo += model.__subclasses__()
         belongs = model.config_class is kind and model.__module__.rpartition(".")[0] == folder
-        found = found or (belongs and not model._supports_sdpa)
-    _additive_kinds[kind] = found
+        result = result or (belongs and not model._supports_sdpa)
+    _additive_kinds[kind] = result
 
 
 def _asked(structure: AttentionMask, square: bool) -> dict[str, Any]:
-    said = structure.given()
-    if not said:
+    words = structure.given()
+    if not words:
         return {}  # nothing is hidden
-    plain = said == ["causal", "offset"] and isinstance(structure.offset, int) and structure.offset == 0
+    plain = words == ["causal", "offset"] and isinstance(structure.offset, int) and structure.offset == 0
     return {"causal": True} if plain and square else {"mask": structure}
 
 

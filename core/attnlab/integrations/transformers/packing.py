@@ -74,14 +74,14 @@ def packed_sequences(
     decodes = causal or (structure is not None and structure.causal)
     if not decodes and _is_cross(module):
         return None  # the positions are those of its queries
-    found = None
+    result = None
     if queries == keys:
-        found = _in_one_call(positions, mask, structure, decodes)
+        result = _in_one_call(positions, mask, structure, decodes)
     elif decodes:
         _refuse_beside_past(positions, structure, keys)
     refs = (weakref.ref(positions, _forget), None if mask is None else weakref.ref(mask, _forget))
-    _last = _Looked(refs[0], version, causal, refs[1], found)
-    return found
+    _last = _Looked(refs[0], version, causal, refs[1], result)
+    return result
 
 
 def _forget(_: object) -> None:
@@ -104,7 +104,7 @@ def refuse_steps_back(layer: StateLayer | None, positions: object, mask: object)
         absent = ~structure.key_mask
         first = positions.masked_fill(absent, torch.iinfo(positions.dtype).max).amin(1)
         last = positions.masked_fill(absent, -1).amax(1)
-    former = layer.last_position if layer.seen else None
+    former = layer.last_position if layer.token_count else None
     if former is not None and bool((first <= former).any()):
         raise UnsupportedRequest(
             "position_ids of new tokens must go on from those in the StateCache, got some that do not: another sequence begins in a "
@@ -143,8 +143,8 @@ def _in_one_call(
     else:
         whole = rule_of(mask) & same
     setattr(whole, _TAG, True)
-    said = None if structure is None else replace(structure, offset=None, segments=(ids, ids))
-    return Packed(whole, said)
+    words = None if structure is None else replace(structure, offset=None, segments=(ids, ids))
+    return Packed(whole, words)
 
 
 def restarts(positions: Tensor, present: Tensor | None) -> Tensor:

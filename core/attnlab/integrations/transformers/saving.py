@@ -56,13 +56,13 @@ def _named(config: Any, names: Container[str]) -> list[tuple[Any, str | dict[str
     if "attn_implementation" in vars(config):  # what `install` put there stays
         return []
     own = config._attn_implementation if config._attn_implementation in names else None
-    below, said = [], {} if own is None else {"": own}
+    below, words = [], {} if own is None else {"": own}
     for key in config.sub_configs:
         part = getattr(config, key, None)
-        found = [] if part is None else _named(part, names)
-        if found:
-            said[key] = found[-1][1]
-            below += found
-    if not said:
+        results = [] if part is None else _named(part, names)
+        if results:
+            words[key] = results[-1][1]
+            below += results
+    if not words:
         return []
-    return [*below, (config, own if own is not None and not config.sub_configs else said)]
+    return [*below, (config, own if own is not None and not config.sub_configs else words)]

@@ -86,8 +86,8 @@ def using(model: PreTrainedModel, variant: str | Mapping[Any, Any]) -> Iterator[
         )
     source: Source
     if isinstance(variant, str) or "name" in variant:
-        found = choice("using", variant, {})
-        title, source = in_words(found), by_name(found.pop("name"), found)
+        result = choice("using", variant, {})
+        title, source = in_words(result), by_name(result.pop("name"), result)
     else:
         title = ", ".join(sorted({instance.name for instance in variant.values()}))
         source = _by_layer(layers, variant)
@@ -124,20 +124,20 @@ def _noting_what_runs(model: nn.Module, swap: Swap) -> Iterator[None]:
             hook.remove()
 
 
-def _by_layer(layers: Mapping[str, nn.Module], given: Mapping[Any, Attention]) -> Source:
+def _by_layer(layers: Mapping[str, nn.Module], arguments: Mapping[Any, Attention]) -> Source:
     """Each layer's own instance, `given` by paths or by `layer_idx` where those say which."""
     numbers = [getattr(module, "layer_idx", None) for module in layers.values()]
     names: list[Any] = list(layers)
-    if any(isinstance(key, int) for key in given) and len(set(numbers)) == len(numbers):
+    if any(isinstance(key, int) for key in arguments) and len(set(numbers)) == len(numbers):
         names = numbers
-    if set(given) != set(names):
+    if set(arguments) != set(names):
         raise InvalidInput(
             f"using: expected one instance for each of the layers {', '.join(map(str, names))}, got "
-            f"{', '.join(map(str, given))}"
+            f"{', '.join(map(str, arguments))}"
         )
-    found = {id(module): given[name] for name, module in zip(names, layers.values(), strict=True)}
+    results = {id(module): arguments[name] for name, module in zip(names, layers.values(), strict=True)}
 
     def find(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Attention:
-        return found[id(module)]
+        return results[id(module)]
 
     return find

@@ -88,14 +88,14 @@ class _Run:
         )
 
     def _trained(self, chosen: Chosen, count: int, seed: int) -> dict[str, Any]:
-        asked = self.settings
+        request = self.settings
         where = f"{chosen.label}, {count} keys, seed {seed}"
         trained = self.trainer(
             chosen,
             seed,
             count,
-            asked.setting,
-            asked.recipe,
+            request.setting,
+            request.recipe,
             say=lambda text: self.progress.say(f"{where}: {text}"),
             clock=self.clock,
         )
@@ -110,21 +110,21 @@ class _Run:
 
     def report(self) -> int:
         """Write the summary and print the tables; the exit code."""
-        asked = self.settings
-        notes = [*report.legend(self.cells, asked), *self.trainings.records.faults]
+        request = self.settings
+        notes = [*report.legend(self.cells, request), *self.trainings.records.faults]
         if any(cell["status"] in records.OPEN for cell in self.cells):
-            notes.append(f"go on with what is missing: {asked.resume_command()}")
+            notes.append(f"go on with what is missing: {request.resume_command()}")
         summary = {
             "schema": records.SCHEMA_VERSION,
-            **run_folder.described(asked.out, SUMMARY, asked.recorded()),
-            "trivial": {"loss": task.TRIVIAL_LOSS, "accuracy": {str(n): 1 / n for n in asked.keys}},
+            **run_folder.described(request.out, SUMMARY, request.recorded()),
+            "trivial": {"loss": task.TRIVIAL_LOSS, "accuracy": {str(n): 1 / n for n in request.keys}},
             "cells": self.cells,
             "notes": notes,
             "provenance": self.facts,
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
-        below = layout.paragraphs([*notes, f"run folder: {asked.out}"])
-        print(text if asked.form == "json" else f"{report.tables(self.cells, asked)}\n{below}")
+        below = layout.paragraphs([*notes, f"run folder: {request.out}"])
+        print(text if request.form == "json" else f"{report.tables(self.cells, request)}\n{below}")
         # After the table, which nobody should lose because a disk is full.
-        records.write_text(asked.out / SUMMARY, text + "\n")
+        records.write_text(request.out / SUMMARY, text + "\n")
         return 0

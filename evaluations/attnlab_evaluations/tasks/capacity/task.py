@@ -60,14 +60,14 @@ def answered(keys: Tensor, values: Tensor, count: int) -> Sequences:
     return Sequences(keys, values, values.gather(1, last.clamp(min=0)), last >= 0)
 
 
-def loss(out: Tensor, asked: Sequences) -> Tensor:
+def loss(out: Tensor, batch: Sequences) -> Tensor:
     """Half the squared error of `out [B, N, N]`, a value for each key, to the one-hot answers; mean over the keys held."""
-    wanted = torch.nn.functional.one_hot(asked.answers, out.shape[-1]).to(out.dtype)
-    error = 0.5 * (out - wanted).square().sum(-1)  # [B, N]
-    return error[asked.held].mean()
+    expected = torch.nn.functional.one_hot(batch.answers, out.shape[-1]).to(out.dtype)
+    error = 0.5 * (out - expected).square().sum(-1)  # [B, N]
+    return error[batch.held].mean()
 
 
-def accuracy(out: Tensor, asked: Sequences) -> float:
+def accuracy(out: Tensor, batch: Sequences) -> float:
     """The share of the keys held for which the largest of the N numbers in `out [B, N, N]` is the right value's."""
-    right = out.argmax(-1) == asked.answers
-    return right[asked.held].double().mean().item()
+    right = out.argmax(-1) == batch.answers
+    return right[batch.held].double().mean().item()

@@ -70,31 +70,33 @@ def train(
         optimiser = torch.optim.Adam(memory.parameters(), lr=recipe.learning_rate)
         sequences = task.stream(setting, count, seed, "training")
         for step in range(1, recipe.max_steps + 1):
-            asked = task.draw(setting, count, recipe.batch, sequences)
-            loss = task.loss(memory(asked), asked)
+            request = task.draw(setting, count, recipe.batch, sequences)
+            loss = task.loss(memory(request), request)
             optimiser.zero_grad()
             torch.autograd.backward(loss)
             optimiser.step()
             if step % recipe.every and step != recipe.max_steps:
                 continue
-            found = evaluate(memory, seed, setting, step, recipe.evaluated)
-            if not math.isfinite(found.loss):
-                raise Diverged(f"the loss is {found.loss} at step {step} of {recipe.max_steps}")
-            evaluations.append(found)
-            in_vain = 0 if found.loss < best.loss else in_vain + 1
-            best = min(best, found, key=lambda evaluation: evaluation.loss)
-            say(f"step {step} of {recipe.max_steps}, loss {found.loss:.4f}, accuracy {found.accuracy:.2f}")
-            if found.loss <= recipe.solved or in_vain == recipe.patience:
-                stopped = SOLVED if found.loss <= recipe.solved else NO_PROGRESS
+            result = evaluate(memory, seed, setting, step, recipe.evaluated)
+            if not math.isfinite(result.loss):
+                raise Diverged(f"the loss is {result.loss} at step {step} of {recipe.max_steps}")
+            evaluations.append(result)
+            in_vain = 0 if result.loss < best.loss else in_vain + 1
+            best = min(best, result, key=lambda evaluation: evaluation.loss)
+            say(f"step {step} of {recipe.max_steps}, loss {result.loss:.4f}, accuracy {result.accuracy:.2f}")
+            if result.loss <= recipe.solved or in_vain == recipe.patience:
+                stopped = SOLVED if result.loss <= recipe.solved else NO_PROGRESS
                 break
     return Trained(memory.eval(), tuple(evaluations), best, stopped, clock() - began)
 
 
 def evaluate(memory: AssociativeMemory, seed: int, setting: str, step: int, sequences: int) -> Evaluation:
     """Loss and accuracy on sequences that no other evaluation and no training has seen, the same for every variant."""
-    asked = task.draw(setting, memory.count, sequences, task.stream(setting, memory.count, seed, f"evaluation {step}"))
+    request = task.draw(
+        setting, memory.count, sequences, task.stream(setting, memory.count, seed, f"evaluation {step}")
+    )
     was = memory.training
     with torch.no_grad():
-        out = memory.eval()(asked)
+        out = memory.eval()(request)
     memory.train(was)
-    return Evaluation(step, task.loss(out, asked).item(), task.accuracy(out, asked))
+    return Evaluation(step, task.loss(out, request).item(), task.accuracy(out, request))

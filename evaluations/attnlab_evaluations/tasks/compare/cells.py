@@ -66,9 +66,9 @@ class Cells:
             if name not in names:  # its row exists and says why; nothing is measured
                 verdict = self.verdicts[name]
                 self._put(problem, name, "error", verdict.status, detail=verdict.reason)
-        wanted = ["error", *PHASES, *(f"memory_{p}" for p in PHASES), *(["moves"] if problem.moves else [])]
-        wanted += [m.name for m in self.metrics]
-        if self._all_done(problem, names, wanted):
+        selection = ["error", *PHASES, *(f"memory_{p}" for p in PHASES), *(["moves"] if problem.moves else [])]
+        selection += [m.name for m in self.metrics]
+        if self._all_done(problem, names, selection):
             for phase in PHASES:
                 self.budget.skip(self._group(problem, phase))
             return
@@ -79,7 +79,7 @@ class Cells:
         else:
             able = {}
         for name, reason in ruled.items():
-            for metric in wanted:
+            for metric in selection:
                 self._put(problem, name, metric, reason.status, detail=reason.detail, expected=reason.expected)
         if not able:
             for phase in PHASES:
@@ -90,17 +90,17 @@ class Cells:
         for phase in PHASES:
             progress.say(f"{self.workload}: {place}: {phase.replace('_', '+')} time")
             self._time(problem, phase, able)
-            for name, found in able.items():
+            for name, result in able.items():
                 progress.say(f"{self.workload}: {place}: {name}: memory and error")
-                self._memory(problem, phase, name, found)
+                self._memory(problem, phase, name, result)
                 if phase == "forward":
-                    self._error(problem, name, found)
-        for name, found in able.items():
+                    self._error(problem, name, result)
+        for name, result in able.items():
             for metric in self.metrics:
-                self._simple(problem, name, found, metric.name, lambda c=found, m=metric: m.measure(c))
+                self._simple(problem, name, result, metric.name, lambda c=result, m=metric: m.measure(c))
             if problem.moves is not None:
                 progress.say(f"{self.workload}: {place}: {name} in every layer")
-                self._simple(problem, name, found, "moves", lambda c=found: problem.moves(c.instances))  # type: ignore[misc]
+                self._simple(problem, name, result, "moves", lambda c=result: problem.moves(c.instances))  # type: ignore[misc]
 
     def _prepared(self, problem: Problem, names: Sequence[str]) -> tuple[dict[str, Ruled], dict[str, Calls]]:
         """The variants that cannot be called on the built inputs, with the reason, and those that can."""
@@ -114,16 +114,16 @@ class Cells:
             return {name: Ruled(*fault(error)) for name in names}, {}
         for name in names:
             try:
-                found = prepare(name, parts, seed=self.seed, random_gates=problem.random_gates)
+                result = prepare(name, parts, seed=self.seed, random_gates=problem.random_gates)
             except Exception as error:
                 if not memory.is_out_of_memory(error):
                     raise
                 ruled[name] = Ruled(*fault(error))
                 continue
-            if found.refusal is None:
-                able[name] = found
+            if result.refusal is None:
+                able[name] = result
             else:
-                ruled[name] = Ruled("unsupported", found.refusal)
+                ruled[name] = Ruled("unsupported", result.refusal)
         return ruled, able
 
     # -- bookkeeping
@@ -159,14 +159,14 @@ class Cells:
                 **fields,
             )
 
-    def _all_done(self, problem: Problem, names: Sequence[str], wanted: Sequence[str]) -> bool:
-        cells = [(n, m) for n in names for m in wanted]
+    def _all_done(self, problem: Problem, names: Sequence[str], selection: Sequence[str]) -> bool:
+        cells = [(n, m) for n in names for m in selection]
         cells += [(NULL, p) for p in PHASES if REFERENCE in names]
-        found = [self._get(problem, name, metric) for name, metric in cells]
-        for (name, metric), record in zip(cells, found, strict=True):
+        results = [self._get(problem, name, metric) for name, metric in cells]
+        for (name, metric), record in zip(cells, results, strict=True):
             if record is not None:
                 self.estimates.learn(problem, name, metric, record)
-        return all(found)
+        return all(results)
 
     # -- metrics
 
@@ -196,13 +196,13 @@ class Cells:
             return
         draw = secrets.randbits(32)
         try:
-            found = judge_error(calls, draw=draw, seconds=min(SECONDS, ERROR_SHARE * self.budget.left))
+            result = judge_error(calls, draw=draw, seconds=min(SECONDS, ERROR_SHARE * self.budget.left))
         except Exception as error:
             self._put(problem, name, metric, *fault(error))
             return
-        value = {**asdict(found), "draw": draw}
-        if found.is_wrong:
-            self._put(problem, name, metric, "wrong", detail=found.reason(), value=value)
+        value = {**asdict(result), "draw": draw}
+        if result.is_wrong:
+            self._put(problem, name, metric, "wrong", detail=result.reason(), value=value)
         else:
             self._put(problem, name, metric, "ok", value=value)
 
@@ -236,14 +236,14 @@ class Cells:
     def _time(self, problem: Problem, phase: str, able: Mapping[str, Calls]) -> None:
         seconds = self.budget.take(self._group(problem, phase))
         always = [REFERENCE, NULL] if REFERENCE in able else []  # whatever else is missing
-        wanted = [n for n in dict.fromkeys([*always, *able]) if self._get(problem, n, phase) is None]
-        if not wanted:
+        selection = [n for n in dict.fromkeys([*always, *able]) if self._get(problem, n, phase) is None]
+        if not selection:
             return
-        refused = refusals(problem, phase, able, [*always, *wanted], self.estimates)
+        refused = refusals(problem, phase, able, [*always, *selection], self.estimates)
         for name, reason in refused.items():
             self._put(problem, name, phase, *reason)
-        missing = [n for n in wanted if n not in refused and n != NULL]
-        null_wanted = NULL in wanted and NULL not in refused
+        missing = [n for n in selection if n not in refused and n != NULL]
+        null_wanted = NULL in selection and NULL not in refused
         if not missing and not null_wanted:
             return
         reference = REFERENCE if REFERENCE in able and REFERENCE not in refused else missing[0]
@@ -256,7 +256,7 @@ class Cells:
             source = able[original(name)]
             twin = prepare(original(name), source.parts, seed=self.seed, random_gates=problem.random_gates)
             timed[name], expected[name] = getattr(twin, phase), expected[original(name)]
-        found = measure(
+        result = measure(
             timed,
             reference=reference,
             always=[reference, *(n for n in nulls if n == NULL)],
@@ -267,10 +267,10 @@ class Cells:
             synchronize=torch.cuda.synchronize if self.device.startswith("cuda") else lambda: None,
         )
         for name in (*missing, *([NULL] if null_wanted and NULL not in nulls else [])):
-            self._record_time(problem, phase, name, found, reference, able.get(name))
+            self._record_time(problem, phase, name, result, reference, able.get(name))
         for name in nulls:
-            if name == NULL or found.samples.get(name):  # the others come where there is time, and are never missed
-                self._record_time(problem, phase, name, found, original(name), None)
+            if name == NULL or result.samples.get(name):  # the others come where there is time, and are never missed
+                self._record_time(problem, phase, name, result, original(name), None)
         for calls in able.values():
             calls.free()
 
@@ -288,22 +288,22 @@ class Cells:
         if reference != REFERENCE or NULL in refused:
             return []
         cheapest = sorted((n for n in names if n != REFERENCE), key=lambda n: expected[n])
-        asked = [NULL, *(again(n) for n in cheapest[: NULLS - 1])]
-        no = refusals(problem, phase, able, [*names, *asked], self.estimates)
-        return [n for n in asked if n not in no]
+        features = [NULL, *(again(n) for n in cheapest[: NULLS - 1])]
+        no = refusals(problem, phase, able, [*names, *features], self.estimates)
+        return [n for n in features if n not in no]
 
     def _record_time(
-        self, problem: Problem, phase: str, name: str, found: Measurement, reference: str, calls: Calls | None
+        self, problem: Problem, phase: str, name: str, timings: Measurement, reference: str, calls: Calls | None
     ) -> None:
-        if name in found.failed:
-            self._put(problem, name, phase, *fault(found.failed[name]))
+        if name in timings.failed:
+            self._put(problem, name, phase, *fault(timings.failed[name]))
             return
-        samples, against = found.samples.get(name), found.samples.get(reference)
+        samples, against = timings.samples.get(name), timings.samples.get(reference)
         if not samples or not against:
-            took = found.over_budget.get(name, 0.0)
+            took = timings.over_budget.get(name, 0.0)
             fits = not took or self.budget.left <= 0
-            if name in found.warm:  # the next length then need not try
-                warm = {"status": "ok", "value": {"median": found.warm[name]}}
+            if name in timings.warm:  # the next length then need not try
+                warm = {"status": "ok", "value": {"median": timings.warm[name]}}
                 self.estimates.learn(problem, name, phase, warm)
             detail = "no time left" if fits else f"~{took:.2g} s"
             self._put(problem, name, phase, OVER, detail=detail, expected=took)
@@ -315,7 +315,7 @@ class Cells:
             "rounds": summary.rounds,
             "noisy": summary.noisy,
             "ratio": vars(paired_ratio(samples, against)) if reference == REFERENCE or name != original(name) else None,
-            "first_call": found.first.get(name),
+            "first_call": timings.first.get(name),
         }
         cost = operations(calls, phase) if calls is not None else None
         if cost is not None:
@@ -329,7 +329,7 @@ class Cells:
             samples=samples,
             reference_samples=against,
             reference=reference,
-            stopped=found.stopped,
+            stopped=timings.stopped,
         )
         self.estimates.learn(problem, name, phase, {"status": "ok", "value": value})
 

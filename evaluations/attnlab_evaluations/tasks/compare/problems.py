@@ -111,14 +111,14 @@ class Part:
 
     def keywords(self) -> dict[str, Any]:
         """The call's keyword arguments beside gates."""
-        asked: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.causal:
-            asked["causal"] = True
+            arguments["causal"] = True
         if self.key_mask is not None:
-            asked["key_mask"] = self.key_mask
+            arguments["key_mask"] = self.key_mask
         stated = (("window", self.window), ("offset", self.offset), ("bias", self.bias), ("segments", self.segments))
-        asked.update({name: value for name, value in stated if value is not None})
-        return asked
+        arguments.update({name: value for name, value in stated if value is not None})
+        return arguments
 
     def visible(self, rows: Tensor | None = None) -> Tensor:
         """Who sees whom, `[B, H, rows, Lk]`, from the rules themselves: causality, window, key mask and segments.
@@ -128,20 +128,20 @@ class Part:
         """
         batch, heads, n_q, _ = self.query.shape
         n_k, device = self.key.shape[2], self.query.device
-        asked = torch.arange(n_q, device=device) if rows is None else rows.to(device)
-        before = (asked + self.first_position)[:, None] - torch.arange(n_k, device=device)  # [rows, Lk]
+        request = torch.arange(n_q, device=device) if rows is None else rows.to(device)
+        before = (request + self.first_position)[:, None] - torch.arange(n_k, device=device)  # [rows, Lk]
         left, right = self.window if self.window is not None else (None, None)
-        seen = torch.ones(len(asked), n_k, dtype=torch.bool, device=device)
+        observed = torch.ones(len(request), n_k, dtype=torch.bool, device=device)
         if self.causal:
-            seen &= before >= 0
+            observed &= before >= 0
         if left is not None:
-            seen &= before <= left
+            observed &= before <= left
         if right is not None:
-            seen &= -before <= right
-        whole = seen.expand(batch, heads, len(asked), n_k)
+            observed &= -before <= right
+        whole = observed.expand(batch, heads, len(request), n_k)
         if self.segments is not None:
             mine, theirs = self.segments
-            whole = whole & (mine[:, asked, None] == theirs[:, None, :])[:, None]
+            whole = whole & (mine[:, request, None] == theirs[:, None, :])[:, None]
         return whole if self.key_mask is None else whole & self.key_mask[:, None, None, :]
 
 
@@ -215,10 +215,10 @@ class Calls:
         if part.past:
             state = self.past_state(n).clone()
             return self._step(n, state).out
-        asked = part.keywords()
+        request = part.keywords()
         if self.gates[n]:
-            asked["gates"] = self.gates[n]
-        return self.instances[n](part.query, part.key, part.value, **asked).out
+            request["gates"] = self.gates[n]
+        return self.instances[n](part.query, part.key, part.value, **request).out
 
     def past_state(self, n: int) -> Any:
         """The state that holds the past of part `n`, fed once and kept until `free`."""
@@ -226,17 +226,17 @@ class Calls:
             part, instance = self.parts[n], self.instances[n]
             state = instance.init_state(part.query.shape[0], part.key.shape[2] + SPARE_TOKENS)
             query = torch.zeros_like(part.query[:, :, :1]).expand(-1, -1, part.past, -1).contiguous()
-            asked = {**part.keywords(), **self._gates_of(n, slice(0, part.past))}
+            arguments = {**part.keywords(), **self._gates_of(n, slice(0, part.past))}
             key, value = part.key[:, :, : part.past], part.value[:, :, : part.past]
             with torch.no_grad():
-                self._past[n] = instance(query, key, value, state=state, **asked).state
+                self._past[n] = instance(query, key, value, state=state, **arguments).state
         return self._past[n]
 
     def _step(self, n: int, state: Any) -> Any:
         part = self.parts[n]
-        asked = {**part.keywords(), **self._gates_of(n, slice(part.past, None))}
+        arguments = {**part.keywords(), **self._gates_of(n, slice(part.past, None))}
         key, value = part.key[:, :, part.past :], part.value[:, :, part.past :]
-        return self.instances[n](part.query, key, value, state=state, **asked)
+        return self.instances[n](part.query, key, value, state=state, **arguments)
 
     def _gates_of(self, n: int, tokens: slice) -> dict[str, Any]:
         gates = self.gates[n]
@@ -269,10 +269,10 @@ class Calls:
                 )
         for n, part in enumerate(self.parts):
             query, key, value = self._leaves[n]
-            asked = part.keywords()
+            request = part.keywords()
             if self.gates[n]:
-                asked["gates"] = self.gates[n]
-            out = self.instances[n](query, key, value, **asked).out
+                request["gates"] = self.gates[n]
+            out = self.instances[n](query, key, value, **request).out
             torch.autograd.grad(out, [*self._leaves[n], *self.instances[n].parameters()], self._cotangents[n])
 
     def free(self) -> None:
@@ -298,9 +298,9 @@ def prepare(name: str, parts: Sequence[Part], *, seed: int, random_gates: bool) 
                 parts[n] = replace(part, key=torch.nn.functional.normalize(part.key, dim=-1))
     except UnsupportedRequest as error:
         return Calls(parts, instances, gates, refusal=str(error))
-    found = Calls(parts, instances, gates)
-    found.refusal = _refusal(found, random_gates, device=None)
-    return found
+    result = Calls(parts, instances, gates)
+    result.refusal = _refusal(result, random_gates, device=None)
+    return result
 
 
 def sketch(name: str, outline: Sequence[Part], *, seed: int, random_gates: bool, device: str) -> Calls:
@@ -309,9 +309,9 @@ def sketch(name: str, outline: Sequence[Part], *, seed: int, random_gates: bool,
         instances = [_instance(name, part, seed + n) for n, part in enumerate(outline)]
     except UnsupportedRequest as error:
         return Calls(outline, [], [], refusal=str(error))
-    found = Calls(outline, instances, [None] * len(instances))
-    found.refusal = _refusal(found, random_gates, device=device)
-    return found
+    result = Calls(outline, instances, [None] * len(instances))
+    result.refusal = _refusal(result, random_gates, device=device)
+    return result
 
 
 def _instance(name: str, part: Part, seed: int) -> Attention:

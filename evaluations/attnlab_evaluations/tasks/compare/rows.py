@@ -41,8 +41,8 @@ class Row:
         if self.reference_is_wrong and name == "ratio":
             return None
         record = self.metrics.get(metric)
-        found = record.get("value") if record and record["status"] in ("ok", "not trained") else None
-        return None if found is None else found.get(name)
+        result = record.get("value") if record and record["status"] in ("ok", "not trained") else None
+        return None if result is None else result.get(name)
 
     def word(self, metric: str) -> str:
         """Why a metric has no number: its status word and reason."""
@@ -72,8 +72,8 @@ def null_control(records: Iterable[Mapping[str, Any]]) -> Null:
         if name == original(name):
             claims += name != REFERENCE
         else:
-            found = log_ratios(record["samples"], record["reference_samples"])
-            ratios.setdefault(group_of(record), []).append(found)
+            result = log_ratios(record["samples"], record["reference_samples"])
+            ratios.setdefault(group_of(record), []).append(result)
     return pool(ratios, claims=claims)
 
 
@@ -96,17 +96,17 @@ def build(records: Iterable[Mapping[str, Any]], variants: Sequence[str]) -> list
     cells = [r for r in records if r.get("variant") != NULL]
     gate = {r["variant"]: r for r in cells if r["metric"] == "conformance"}
     places: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
-    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    results: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for record in cells:
         if record["metric"] == "conformance":
             continue
         place = (record["workload"], *sorted((k, str(v)) for k, v in record["coordinates"].items()))
         places.setdefault(place, (record["workload"], dict(record["coordinates"])))
-        found.setdefault((place, record["variant"]), {})[record["metric"]] = record
+        results.setdefault((place, record["variant"]), {})[record["metric"]] = record
     rows: list[Row] = []
     for place, (workload, coordinates) in sorted(places.items(), key=_order):
         for variant in variants:
-            metrics = found.get((place, variant), {})
+            metrics = results.get((place, variant), {})
             status, reason, known = _status(gate.get(variant), metrics)
             rows.append(Row(workload, variant, coordinates, status, reason, known, metrics))
         inside = rows[len(rows) - len(variants) :]
@@ -139,8 +139,8 @@ def _status(
 
 
 def _samples(row: Row, phase: str) -> Sequence[float]:
-    found: Sequence[float] = row.metrics[phase].get("samples", ()) if row.value(phase, "median") else ()
-    return found
+    result: Sequence[float] = row.metrics[phase].get("samples", ()) if row.value(phase, "median") else ()
+    return result
 
 
 def _fill_exponents(rows: Sequence[Row]) -> None:

@@ -57,12 +57,12 @@ def run_compare(
     except KeyboardInterrupt:
         progress.done()
         if folders.holds_run(settings.out):
-            said = (
+            words = (
                 f"finished cells are kept in {settings.out / folders.RESULTS}; go on with: {settings.resume_command()}"
             )
         else:
-            said = "nothing was measured yet and nothing was kept"
-        print(f"interrupted; {said}", file=sys.stderr)
+            words = "nothing was measured yet and nothing was kept"
+        print(f"interrupted; {words}", file=sys.stderr)
         return 130
     finally:
         gc.unfreeze()
@@ -88,7 +88,7 @@ class _Run:
         self.verdicts: dict[str, Verdict] = {}
         self.used: dict[str, Any] = {}
         self.records = Records(settings.out / folders.RESULTS)
-        self.seen: list[str] = []  # keys of this run, old and new: a resumed folder may hold stale cells too
+        self.keys: list[str] = []  # keys of this run, old and new: a resumed folder may hold stale cells too
         forget_sources()
         self.checks = checks_identity()
         self.identity = Identity(provenance.key_inputs(self.facts), settings.seed, settings.device)
@@ -100,15 +100,15 @@ class _Run:
             self.progress.say(f"{name}: conformance checks")
             self.verdicts[name] = self._judge(name)
         ready: list[tuple[Workload, Sequence[Problem], dict[str, Any]]] = []
-        asked = WorkloadSettings(self.settings.seed, self.settings.lengths, self.settings.device)
+        request = WorkloadSettings(self.settings.seed, self.settings.lengths, self.settings.device)
         for workload in self.workloads:
             self.progress.say(f"{workload.name}: loading")
             missing = workload.unavailable()
             if missing:
                 self.notes.append(f"{workload.name}: left out: {missing}")
                 continue
-            problems = workload.problems(asked)
-            ready.append((workload, problems, workload.facts(asked)))
+            problems = workload.problems(request)
+            ready.append((workload, problems, workload.facts(request)))
         self.used = {w.name: {"version": w.version, **facts} for w, _, facts in ready}
         gc.collect()
         gc.freeze()  # the collections before each timing then skip what the libraries hold: 0.1 s each
@@ -133,16 +133,16 @@ class _Run:
             )
             for problem in problems:
                 cells.run(problem, self.progress)
-            self.seen += cells.keys
+            self.keys += cells.keys
 
     def _judge(self, name: str) -> Verdict:
         key = self.identity.extended(checks=self.checks).key(name, {}, "conformance")
-        self.seen.append(key)
-        found = self.records.get(key)
-        if found is None:
+        self.keys.append(key)
+        result = self.records.get(key)
+        if result is None:
             began = self.clock()
             verdict = judge(name, self.run_checks, device=self.settings.device)
-            found = self.records.append(
+            result = self.records.append(
                 key,
                 verdict.status,
                 workload="conformance",
@@ -153,13 +153,13 @@ class _Run:
                 value={"known": verdict.known, "checks": verdict.checks, "message": verdict.message},
                 seconds=self.clock() - began,
             )
-        value = found["value"]
-        return Verdict(found["status"], found["detail"], tuple(value["known"]), value["checks"], value["message"])
+        value = result["value"]
+        return Verdict(result["status"], result["detail"], tuple(value["known"]), value["checks"], value["message"])
 
     def report(self) -> int:
         """Write tables and provenance, print the table, and say how it went."""
         out, settings = self.settings.out, self.settings
-        mine = [r for key in dict.fromkeys(self.seen) if (r := self.records.get(key)) is not None]
+        mine = [r for key in dict.fromkeys(self.keys) if (r := self.records.get(key)) is not None]
         made = rows.build(mine, settings.variants)
         null = rows.null_control(mine)
         rows.fill_claims(made, null)

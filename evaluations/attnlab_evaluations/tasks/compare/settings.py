@@ -171,10 +171,10 @@ def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None
     return settings
 
 
-def _folder(asked: str | None, resume: bool, now: datetime) -> Path:
-    """The run folder that the words mean, judged: one that holds a run is resumed, and only where that was asked for."""
-    if asked is not None:
-        out = folders.asked_for(asked)
+def _folder(folder: str | None, resume: bool, now: datetime) -> Path:
+    """The run folder that the words mean, judged: one that holds a run is resumed, and only where that was folder for."""
+    if folder is not None:
+        out = folders.asked_for(folder)
     else:
         out = folders.asked_for(str(folders.newest_run(PROVENANCE) if resume else folders.fresh(now)))
     begun = run_folder.was_begun(out, PROVENANCE)
@@ -190,8 +190,8 @@ def _folder(asked: str | None, resume: bool, now: datetime) -> Path:
     return out
 
 
-def _workloads(asked: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    chosen = _words("--workloads", asked) if asked is not None else list(known)
+def _workloads(names: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    chosen = _words("--workloads", names) if names is not None else list(known)
     for name in chosen:
         if name not in known:
             raise InvalidInput(f"--workloads: no workload is called {name!r}; {nearest(name, known)}")
@@ -217,18 +217,18 @@ def settle_targets(args: Namespace) -> TargetSettings:
     )
 
 
-def select(asked: str | None) -> list[str]:
+def select(names: str | None) -> list[str]:
     """The variants that a comma-separated list of names and patterns means, the reference first."""
     known = attnlab.names()
-    if asked is None:
+    if names is None:
         chosen = [n for n in known if attnlab.info(n).extends is None]
     else:
         chosen = []
-        for word in _words("--variants", asked):
-            found = [n for n in known if word == "all" or fnmatchcase(n, word)]
-            if not found:
+        for word in _words("--variants", names):
+            results = [n for n in known if word == "all" or fnmatchcase(n, word)]
+            if not results:
                 raise UnknownVariant(f"--variants: no variant is called {word!r}; {nearest(word, known)}")
-            chosen += found
+            chosen += results
     first = [REFERENCE] if REFERENCE in known else []
     return list(dict.fromkeys([*first, *chosen]))
 

@@ -47,12 +47,12 @@ def save(path: Path, title: str, alignments: Sequence[Mapping[str, Any]]) -> Non
     figure = Figure(figsize=(width, height), dpi=100)  # placed by hand: a layout engine takes seconds
     figure.text(0.5, 1 - 0.15 / height, title, ha="center", va="top", fontsize=11)
     below = height - TOP
-    for found, size in zip(alignments, tall, strict=True):
+    for result, size in zip(alignments, tall, strict=True):
         below -= size + TITLE
-        span = CELL * len(found["source"])
+        span = CELL * len(result["source"])
         axes = figure.add_axes((LEFT / width, below / height, span / width, size / height))
         bar = figure.add_axes(((LEFT + span + 0.15) / width, below / height, 0.12 / width, size / height))
-        _draw(axes, bar, found)
+        _draw(axes, bar, result)
         below -= BETWEEN - TITLE
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -62,16 +62,16 @@ def save(path: Path, title: str, alignments: Sequence[Mapping[str, Any]]) -> Non
         temporary.unlink(missing_ok=True)
 
 
-def _draw(axes: Any, bar: Any, found: Mapping[str, Any]) -> None:
-    columns, written = labels(found)
-    image = axes.imshow(found["weights"], aspect="auto", cmap="viridis", interpolation="nearest")
+def _draw(axes: Any, bar: Any, result: Mapping[str, Any]) -> None:
+    columns, written = labels(result)
+    image = axes.imshow(result["weights"], aspect="auto", cmap="viridis", interpolation="nearest")
     axes.set_xticks(range(len(columns)), columns, fontsize=7)
     axes.set_yticks(range(len(written)), written, fontsize=8)
-    for edge in (found["start"], found["stop"]):
+    for edge in (result["start"], result["stop"]):
         axes.axvline(edge - 0.5, color="white", linewidth=0.8)
-    right = "right" if found["written"] == found["target"] else f"wrong, it is {found['target']}"
-    date = found["source"][found["start"] : found["stop"]]
-    axes.set_title(f"{found['locale']}: {date} → {found['written']} ({right})", fontsize=9)
+    right = "right" if result["written"] == result["target"] else f"wrong, it is {result['target']}"
+    date = result["source"][result["start"] : result["stop"]]
+    axes.set_title(f"{result['locale']}: {date} → {result['written']} ({right})", fontsize=9)
     axes.set_xlabel("source, character by character", fontsize=8)
     axes.set_ylabel("written", fontsize=8)
     bar.figure.colorbar(image, cax=bar, label="weight")

@@ -23,7 +23,7 @@ def goals(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     It is reached where every seed's training is ok and its value meets the goal.
     """
-    found = []
+    results = []
     for name in (*AT_LEAST, *AT_MOST):
         mine = [cell for cell in cells if cell["variant"] == name]
         if not mine:
@@ -32,8 +32,8 @@ def goals(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         least, most = AT_LEAST.get(name, 0.0), AT_MOST.get(name, 1.0)
         words = f"at least {_percent(least)}" if name in AT_LEAST else f"at most {_percent(most)}"
         reached = all(value is not None and least <= value <= most for value in values)
-        found.append({"variant": name, "goal": words, "exact": values, "reached": reached})
-    return found
+        results.append({"variant": name, "goal": words, "exact": values, "reached": reached})
+    return results
 
 
 def sentence(goal: dict[str, Any]) -> str:
@@ -72,8 +72,8 @@ def _row(name: str, cells: Sequence[dict[str, Any]], beam: int) -> list[str]:
     row.append(str(good[0]["parameters"]) if good else NOT_APPLICABLE)
     for word in ("seconds", "cpu_seconds"):
         row.append(_mean(value[word] for value in good) if good else NOT_APPLICABLE)
-    said = dict.fromkeys(f"{c['status']}: {c['detail']}" if c["detail"] else c["status"] for c in cells)
-    return [*row, "; ".join(said)]
+    words = dict.fromkeys(f"{c['status']}: {c['detail']}" if c["detail"] else c["status"] for c in cells)
+    return [*row, "; ".join(words)]
 
 
 def _mean(values: Any) -> str:

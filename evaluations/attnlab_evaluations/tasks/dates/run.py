@@ -84,7 +84,7 @@ class _Run:
         return self.trainings.gate(name, variant_identity(name), lambda: name)
 
     def _cell(self, name: str, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
-        asked = self.settings
+        request = self.settings
         return self.trainings.cell(
             name,
             {"name": NONE} if name == NONE else variant_identity(name),
@@ -93,21 +93,21 @@ class _Run:
             gate=gate,
             place={"seed": seed},
             more={
-                "recipe": asdict(asked.recipe),
-                "examples": asked.examples,
-                "beam": asked.beam,
-                "length_power": asked.length_power,
+                "recipe": asdict(request.recipe),
+                "examples": request.examples,
+                "beam": request.beam,
+                "length_power": request.length_power,
             },
         )
 
     def _trained(self, name: str, seed: int) -> dict[str, Any]:
-        asked = self.settings
+        request = self.settings
         trained = self.trainer(
             None if name == NONE else name,
             seed,
-            asked.recipe,
-            device=asked.device,
-            budget=asked.budget,
+            request.recipe,
+            device=request.device,
+            budget=request.budget,
             say=lambda text: self.progress.say(f"{name}, seed {seed}: {text}"),
             clock=self.clock,
         )
@@ -128,8 +128,8 @@ class _Run:
             "losses": trained.losses[:: max(1, len(trained.losses) // LOSSES_KEPT)],
             "last_loss": trained.losses[-1],
         }
-        if asked.beam > 1:
-            best = training.predict(trained.model, self.test, beam=asked.beam, length_power=asked.length_power)
+        if request.beam > 1:
+            best = training.predict(trained.model, self.test, beam=request.beam, length_power=request.length_power)
             value["exact_beam"] = sum(w == e.target for w, e in zip(best, self.test, strict=True)) / len(hits)
         try:
             value["alignments"] = [training.alignment(trained.model, example) for example in self._panels()]
@@ -146,30 +146,30 @@ class _Run:
 
     def report(self) -> int:
         """Draw the heat maps, write the summary, print the table; the exit code."""
-        asked = self.settings
+        request = self.settings
         notes = [*self.trainings.records.faults, *self._heat_maps()]
         goals = report.goals(self.cells)
         if any(cell["status"] in records.OPEN for cell in self.cells):
-            notes.append(f"go on with what is missing: {asked.resume_command()}")
+            notes.append(f"go on with what is missing: {request.resume_command()}")
         summary = {
             "schema": records.SCHEMA_VERSION,
-            **run_folder.described(asked.out, SUMMARY, asked.recorded()),
+            **run_folder.described(request.out, SUMMARY, request.recorded()),
             "cells": self.cells,
             "goals": goals,
             "notes": notes,
             "provenance": self.facts,
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
-        if asked.form == "json":
+        if request.form == "json":
             print(text)
         else:
-            said = [report.sentence(goal) for goal in goals] if asked.check else []
-            table = report.table(self.cells, asked.variants, asked.seeds, asked.beam)
-            lines = [report.legend(asked), *notes, *said, f"run folder: {asked.out}"]
+            words = [report.sentence(goal) for goal in goals] if request.check else []
+            table = report.table(self.cells, request.variants, request.seeds, request.beam)
+            lines = [report.legend(request), *notes, *words, f"run folder: {request.out}"]
             print(f"{table}\n{layout.paragraphs(lines)}")
         # After the table, which nobody should lose because a disk is full.
-        records.write_text(asked.out / SUMMARY, text + "\n")
-        return 1 if asked.check and not all(goal["reached"] for goal in goals) else 0
+        records.write_text(request.out / SUMMARY, text + "\n")
+        return 1 if request.check and not all(goal["reached"] for goal in goals) else 0
 
     def _heat_maps(self) -> list[str]:
         """Heat maps from the records; notes on those that cannot be drawn."""

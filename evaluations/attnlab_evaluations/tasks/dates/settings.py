@@ -191,12 +191,12 @@ def heat_map_name(variant: str, seed: int) -> str:
     return f"alignment-{variant}-seed{seed}.png"
 
 
-def _variants(asked: list[str]) -> tuple[str, ...]:
+def _variants(names: list[str]) -> tuple[str, ...]:
     known = attnlab.names()
     chosen: list[str] = []
-    for word in asked or DEFAULT:
-        found = [n for n in (*known, NONE) if fnmatchcase(n, word)]
-        if not found:
+    for word in names or DEFAULT:
+        results = [n for n in (*known, NONE) if fnmatchcase(n, word)]
+        if not results:
             raise UnknownVariant(f"dates: no variant is called {word!r}; {nearest(word, (*known, NONE))}")
-        chosen += found
+        chosen += results
     return tuple(dict.fromkeys([NONE, *chosen]))

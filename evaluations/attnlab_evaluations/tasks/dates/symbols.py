@@ -34,12 +34,12 @@ class Vocabulary:
 
     def decode(self, numbers: Sequence[int]) -> str:
         """The text up to the first `EOS`; padding and `BOS` within it show as `?`."""
-        found = ""
+        result = ""
         for number in numbers:
             if number == EOS:
                 break
-            found += self.letters[number - RESERVED] if number >= RESERVED else "?"
-        return found
+            result += self.letters[number - RESERVED] if number >= RESERVED else "?"
+        return result
 
 
 def source_vocabulary() -> Vocabulary:
@@ -62,8 +62,8 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def batch(chosen: Sequence[Example], source: Vocabulary, target: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
     """`(source [B, L], lengths [B], target [B, T])`, int64; every target ends with `EOS`."""
     numbers, lengths = padded([source.encode(example.source) for example in chosen])
-    wanted, _ = padded([[*target.encode(example.target), EOS] for example in chosen])
-    return numbers, lengths, wanted
+    expected, _ = padded([[*target.encode(example.target), EOS] for example in chosen])
+    return numbers, lengths, expected
 
 
 __all__ = [

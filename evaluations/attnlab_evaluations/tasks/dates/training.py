@@ -98,10 +98,10 @@ def train(
         for step, chosen in enumerate(training_batches(seed, recipe.steps, recipe.batch)):
             if clock() - began > budget:
                 raise OverBudget(f"{budget:g} s were up after {step} of {recipe.steps} steps")
-            numbers, lengths, wanted = symbols.batch(chosen, source, target)
-            wanted = wanted.to(device)
-            logits = model(numbers.to(device), lengths, wanted).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+            numbers, lengths, expected = symbols.batch(chosen, source, target)
+            expected = expected.to(device)
+            logits = model(numbers.to(device), lengths, expected).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), expected.flatten())
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 raise Diverged(f"the loss is {losses[-1]} at step {step} of {recipe.steps}")
@@ -116,7 +116,7 @@ def train(
 
 def predict(model: Seq2Seq, chosen: Sequence[task.Example], *, beam: int = 1, length_power: float = 0.0) -> list[str]:
     """What the model writes for each example's source: greedily, or the best of a beam."""
-    found: list[str] = []
+    results: list[str] = []
     for first in range(0, len(chosen), TEST_BATCH):
         numbers, lengths = _sources(model, chosen[first : first + TEST_BATCH])
         if beam == 1:
@@ -124,8 +124,8 @@ def predict(model: Seq2Seq, chosen: Sequence[task.Example], *, beam: int = 1, le
         else:
             best = beam_search(model, numbers, lengths, beam=beam, max_length=LONGEST_ISO, length_power=length_power)
             rows = [list(hypotheses[0].tokens) for hypotheses in best]
-        found += [symbols.target_vocabulary().decode(row) for row in rows]
-    return found
+        results += [symbols.target_vocabulary().decode(row) for row in rows]
+    return results
 
 
 def alignment(model: Seq2Seq, example: task.Example) -> dict[str, Any]:

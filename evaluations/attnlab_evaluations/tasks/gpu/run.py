@@ -118,20 +118,20 @@ class _Run:
 
     def _until_late(self, results: Checker, name: str, *, quick: bool, device: str) -> Sequence[Any]:
         """The results until the time for conformance ends: `_NoTime` then, unless something had failed already."""
-        found: list[Any] = []
+        matches: list[Any] = []
         try:
             if self.clock() < self.checks_end:
                 for result in results(name, quick=quick, device=device):
                     if self.clock() >= self.checks_end:  # what comes late may come of an ended process
                         break
-                    found.append(result)
+                    matches.append(result)
                 else:
-                    return found
+                    return matches
         except PluginError:
             if self.clock() < self.checks_end:
                 raise
-        if any(result.status in FAILING for result in found):
-            return found
+        if any(result.status in FAILING for result in matches):
+            return matches
         raise _NoTime
 
     def time(self, cell_runner: Callable[[Cell, str, float], tuple[str, str, dict[str, Any]]]) -> None:

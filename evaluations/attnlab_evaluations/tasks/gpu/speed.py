@@ -100,45 +100,45 @@ def run_cell(cell: Cell, device: str, seconds: float) -> tuple[str, str, dict[st
     cuda = torch.device(device).type == "cuda"
     synchronize: Callable[[], None] = partial(torch.cuda.synchronize, device) if cuda else _nothing
     calls = _calls(cell, device)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if not cuda:
         calls = {name: call for name, call in calls.items() if name in (OURS, *ON_CPU)}
     if cell.length > MOST_MATH:
         del calls["math"]
-        found["math"] = {"status": "unsupported", "reason": f"not run above L={MOST_MATH}"}
+        results["math"] = {"status": "unsupported", "reason": f"not run above L={MOST_MATH}"}
     for name in list(calls):  # one-time costs belong to no round, and a refusal gives its reason here
         problem = _problem(calls[name], synchronize, torchs=name != OURS)
         if problem is not None:
             if name == OURS:
                 return (*problem, {})
-            found[name] = dict(zip(("status", "reason"), problem, strict=True))
+            results[name] = dict(zip(("status", "reason"), problem, strict=True))
             del calls[name]
-    seen = measure(calls, reference=OURS, budget=seconds, seed=0, synchronize=synchronize)
-    if OURS in seen.failed:
-        return (*fault(seen.failed[OURS]), {})
+    visible = measure(calls, reference=OURS, budget=seconds, seed=0, synchronize=synchronize)
+    if OURS in visible.failed:
+        return (*fault(visible.failed[OURS]), {})
     for name in calls:
-        if seen.samples.get(name):
-            summary = summarise(seen.samples[name])
+        if visible.samples.get(name):
+            summary = summarise(visible.samples[name])
             rate = cell.tflops(summary.interval.median)
-            found[name] = {
+            results[name] = {
                 "status": "ok",
                 "seconds": vars(summary.interval),
                 "tflops": rate,
                 "rounds": summary.rounds,
                 "noisy": summary.noisy,
             }
-        elif name in seen.failed:
-            found[name] = dict(zip(("status", "reason"), fault(seen.failed[name]), strict=True))
+        elif name in visible.failed:
+            results[name] = dict(zip(("status", "reason"), fault(visible.failed[name]), strict=True))
         else:
-            found[name] = {"status": OVER, "reason": "no time left"}
-    if found[OURS]["status"] != "ok":
-        return OVER, found[OURS]["reason"], {}
-    others = {name: statistics.median(seen.samples[name]) for name in seen.samples if name != OURS}
+            results[name] = {"status": OVER, "reason": "no time left"}
+    if results[OURS]["status"] != "ok":
+        return OVER, results[OURS]["reason"], {}
+    others = {name: statistics.median(visible.samples[name]) for name in visible.samples if name != OURS}
     ratio = None
     if others:
         best = min(others, key=lambda name: others[name])
-        ratio = {"best": best, **vars(paired_ratio(seen.samples[OURS], seen.samples[best]))}
-    return "ok", "", {"calls": found, "ratio": ratio}
+        ratio = {"best": best, **vars(paired_ratio(visible.samples[OURS], visible.samples[best]))}
+    return "ok", "", {"calls": results, "ratio": ratio}
 
 
 def _calls(cell: Cell, device: str) -> dict[str, Callable[[], object]]:
@@ -177,7 +177,7 @@ def _both(call: Callable[[], Tensor], inputs: tuple[Tensor, ...], gradient: Tens
 
 def _problem(call: Callable[[], object], synchronize: Callable[[], None], *, torchs: bool) -> tuple[str, str] | None:
     """Status word and one-line reason where the call raises, otherwise None. torch gives its reasons as warnings."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as words:
         warnings.simplefilter("always")
         try:
             call()
@@ -185,7 +185,7 @@ def _problem(call: Callable[[], object], synchronize: Callable[[], None], *, tor
         except Exception as error:  # whatever it is, it is told in the cell
             status, reason = fault(error)
             if torchs and status == "wrong":
-                texts = (str(one.message).partition(" (Triggered")[0] for one in said)
+                texts = (str(one.message).partition(" (Triggered")[0] for one in words)
                 why = [t for t in texts if "not used because" not in t and "runtime disabled" not in t]
                 status, reason = "unsupported", "; ".join(dict.fromkeys(why)) or str(error)
             return status, " ".join(reason.split())

@@ -27,10 +27,10 @@ def embed(model: Any, tokenizer: Any, sentences: Sequence[str]) -> Tensor:
             [sentences[i] for i in chosen], padding=True, padding_side="right", truncation=True, return_tensors="pt"
         )
         rows.update(zip(chosen, embeddings(model, tokens), strict=True))
-    found = torch.stack([rows[i] for i in range(len(sentences))])
-    if not found.isfinite().all():
+    result = torch.stack([rows[i] for i in range(len(sentences))])
+    if not result.isfinite().all():
         raise Diverged("the embeddings are not finite")
-    return found
+    return result
 
 
 def word_embeddings(model: Any, tokenizer: Any, sentences: Sequence[str]) -> Tensor:
@@ -40,17 +40,17 @@ def word_embeddings(model: Any, tokenizer: Any, sentences: Sequence[str]) -> Ten
     return torch.nn.functional.normalize(torch.stack([table[ids].mean(dim=0) for ids in tokens]), dim=-1)
 
 
-def agreement(expected: Tensor, found: Tensor) -> dict[str, float]:
-    """How far `found` agrees with `expected`, both `[N, E]` of norm 1.
+def agreement(expected: Tensor, result: Tensor) -> dict[str, float]:
+    """How far `result` agrees with `expected`, both `[N, E]` of norm 1.
 
     difference: the largest of any entry. cosine and cosine_worst: mean and least over sentences. nearest: the share of
     sentences whose nearest other sentence is the same. spearman: rank correlation of the cosines of all pairs of sentences.
     """
-    cosines = (expected * found).sum(dim=-1)
-    before, after = expected @ expected.mT, found @ found.mT  # [N, N]
+    cosines = (expected * result).sum(dim=-1)
+    before, after = expected @ expected.mT, result @ result.mT  # [N, N]
     pairs = torch.ones_like(before, dtype=torch.bool).triu(diagonal=1)
     return {
-        "difference": (expected - found).abs().max().item(),
+        "difference": (expected - result).abs().max().item(),
         "cosine": cosines.mean().item(),
         "cosine_worst": cosines.min().item(),
         "nearest": (_nearest(before) == _nearest(after)).double().mean().item(),

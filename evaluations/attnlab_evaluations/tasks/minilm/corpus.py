@@ -24,13 +24,13 @@ def training_sentences(library: Path | None = None) -> list[str]:
     folder = Path(sysconfig.get_path("stdlib")) if library is None else library
     text = "\n\n".join(docstrings(sorted(folder.glob("*.py"))))
     held_out = set(prose(topics_text()))
-    found = [sentence for sentence in prose(text) if sentence not in held_out]
-    if not found:
+    results = [sentence for sentence in prose(text) if sentence not in held_out]
+    if not results:
         raise VariantUnavailable(
             "minilm: the text to learn from is the docstrings of Python's standard library, and its sources are not "
             f"in {folder}; use a Python that has them"
         )
-    return found
+    return results
 
 
 def docstrings(files: Iterable[Path]) -> Iterator[str]:
@@ -42,9 +42,9 @@ def docstrings(files: Iterable[Path]) -> Iterator[str]:
             continue  # a file for another Python, or one that may not be read
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                found = ast.get_docstring(node)
-                if found:
-                    yield found
+                result = ast.get_docstring(node)
+                if result:
+                    yield result
 
 
 def batches(tokens: Sequence[Sequence[int]], size: int, seed: int) -> list[list[Sequence[int]]]:
@@ -56,9 +56,9 @@ def batches(tokens: Sequence[Sequence[int]], size: int, seed: int) -> list[list[
     by_length: dict[int, list[Any]] = {}
     for sentence in tokens:
         by_length.setdefault(len(sentence), []).append(sentence)
-    found = []
+    results = []
     for _, group in sorted(by_length.items()):
         draw.shuffle(group)
-        found += [group[start : start + size] for start in range(0, len(group) - size + 1, size)]
-    draw.shuffle(found)
-    return found
+        results += [group[start : start + size] for start in range(0, len(group) - size + 1, size)]
+    draw.shuffle(results)
+    return results

@@ -103,23 +103,23 @@ def weight_loss(teacher: Any, layers: Sequence[nn.Module], ids: Tensor) -> Tenso
     student can learn.
     """
     with torch.no_grad():
-        found = teacher(input_ids=ids, output_hidden_states=True, output_attentions=True)
+        result = teacher(input_ids=ids, output_hidden_states=True, output_attentions=True)
     total = torch.zeros(())
-    for module, states, wanted in zip(layers, found.hidden_states[:-1], found.attentions, strict=True):
+    for module, states, expected in zip(layers, result.hidden_states[:-1], result.attentions, strict=True):
         _, weights = module(states, output_attentions=True)  # [B, H, L, L]
-        logs = (wanted + SMALLEST).log() - (weights + SMALLEST).log()
-        total = total + (wanted * logs).sum(dim=-1).mean()
+        logs = (expected + SMALLEST).log() - (weights + SMALLEST).log()
+        total = total + (expected * logs).sum(dim=-1).mean()
     return total / len(layers)
 
 
 def state_loss(teacher: Any, student: Any, ids: Tensor) -> Tensor:
     """How far the student's states and embeddings are off: the mean over layers of squared error over variance, and 1 - cosine."""
     with torch.no_grad():
-        wanted = teacher(input_ids=ids, output_hidden_states=True).hidden_states[1:]
-    found = student(input_ids=ids, output_hidden_states=True).hidden_states[1:]
-    errors = [F.mse_loss(ours, theirs) / theirs.var() for ours, theirs in zip(found, wanted, strict=True)]
+        expected = teacher(input_ids=ids, output_hidden_states=True).hidden_states[1:]
+    result = student(input_ids=ids, output_hidden_states=True).hidden_states[1:]
+    errors = [F.mse_loss(ours, theirs) / theirs.var() for ours, theirs in zip(result, expected, strict=True)]
     present = torch.ones_like(ids)
-    cosines = (pooled(found[-1], present) * pooled(wanted[-1], present)).sum(dim=-1)
+    cosines = (pooled(result[-1], present) * pooled(expected[-1], present)).sum(dim=-1)
     return torch.stack(errors).mean() + (1 - cosines).mean()
 
 

@@ -55,11 +55,11 @@ def legend(cells: Sequence[Cell], settings: MiniLMSettings) -> list[str]:
 def goals(cells: Sequence[Cell], settings: MiniLMSettings) -> list[dict[str, Any]]:
     """One entry a goal: variant, goal in words, what was found, reached. A cell without a number reaches none."""
     if settings.distil:
-        found = [c["value"]["after"]["cosine"] if c["status"] == "ok" else None for c in cells]
-        reached = all(value is not None and value >= COSINE for value in found)
+        results = [c["value"]["after"]["cosine"] if c["status"] == "ok" else None for c in cells]
+        reached = all(value is not None and value >= COSINE for value in results)
         goal = f"a cosine of at least {COSINE:g}"
         return [
-            {"variant": settings.variants[0].label, "goal": goal, "found": found, "reached": reached, "form": ".3f"}
+            {"variant": settings.variants[0].label, "goal": goal, "found": results, "reached": reached, "form": ".3f"}
         ]
     entries = []
     for chosen, cell in zip(settings.variants, cells, strict=True):
@@ -81,8 +81,8 @@ def goals(cells: Sequence[Cell], settings: MiniLMSettings) -> list[dict[str, Any
 
 def sentence(goal: dict[str, Any]) -> str:
     """`goal: flash within 1e-05: reached (2.4e-07)`."""
-    found = ", ".join(_number(value, goal["form"]) for value in goal["found"])
-    return f"goal: {goal['variant']} {goal['goal']}: {'reached' if goal['reached'] else 'missed'} ({found})"
+    result = ", ".join(_number(value, goal["form"]) for value in goal["found"])
+    return f"goal: {goal['variant']} {goal['goal']}: {'reached' if goal['reached'] else 'missed'} ({result})"
 
 
 def _swaps(cells: Sequence[Cell]) -> str:
@@ -95,8 +95,8 @@ def _swaps(cells: Sequence[Cell]) -> str:
             row.append(str(value["learned"]) if value["learned"] else "-")
         else:
             row = [NOT_APPLICABLE] * 6
-        said = f"{cell['status']}: {cell['detail']}" if cell["detail"] else cell["status"]
-        body.append([cell["variant"], *row, said])
+        words = f"{cell['status']}: {cell['detail']}" if cell["detail"] else cell["status"]
+        body.append([cell["variant"], *row, words])
     return _drawn(headers, body)
 
 
@@ -117,8 +117,8 @@ def _drawn(headers: list[str], body: list[list[str]]) -> str:
 def _measures(values: Sequence[dict[str, Any]]) -> list[str]:
     """Cosine, worst, nearest and Spearman, each as the span of `values`."""
     percent = [100 * value["nearest"] for value in values]
-    found = [_span([v[word] for v in values], ".3f") for word in ("cosine", "cosine_worst")]
-    return [*found, _span(percent, ".1f"), _span([v["spearman"] for v in values], ".3f")]
+    results = [_span([v[word] for v in values], ".3f") for word in ("cosine", "cosine_worst")]
+    return [*results, _span(percent, ".1f"), _span([v["spearman"] for v in values], ".3f")]
 
 
 def _span(values: Sequence[float | None], form: str) -> str:

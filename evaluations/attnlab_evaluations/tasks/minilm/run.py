@@ -94,8 +94,8 @@ class _Run:
     def tokens(self) -> list[list[int]]:
         """The text to learn from."""
         self.progress.say("reading the docstrings of the standard library")
-        found: list[list[int]] = self.encoder.tokenizer(corpus.training_sentences(), truncation=True)["input_ids"]
-        return found
+        results: list[list[int]] = self.encoder.tokenizer(corpus.training_sentences(), truncation=True)["input_ids"]
+        return results
 
     def fill(self) -> None:
         """Every cell that is not there yet."""
@@ -127,7 +127,7 @@ class _Run:
         return agreement(self.original, embed(model, self.encoder.tokenizer, self.encoder.sentences))
 
     def _training(self, chosen: Chosen, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
-        asked = self.settings
+        request = self.settings
         return self.trainings.cell(
             chosen.label,
             identity_of(chosen),
@@ -135,11 +135,11 @@ class _Run:
             lambda: self._distilled(chosen, seed),
             gate=gate,
             place={"seed": seed},
-            more={**self.text, "recipe": asdict(asked.recipe), "saved": asked.save},
+            more={**self.text, "recipe": asdict(request.recipe), "saved": request.save},
         )
 
     def _distilled(self, chosen: Chosen, seed: int) -> dict[str, Any]:
-        asked, encoder, where = self.settings, self.encoder, f"{chosen.label}, seed {seed}"
+        request, encoder, where = self.settings, self.encoder, f"{chosen.label}, seed {seed}"
         stages: list[dict[str, float]] = []
         before = self._agreement(distilling.installed(encoder.model, chosen, seed))
         made = self.trainer(
@@ -147,13 +147,13 @@ class _Run:
             chosen,
             self.tokens,
             seed,
-            asked.recipe,
-            budget=asked.budget,
+            request.recipe,
+            budget=request.budget,
             say=lambda text: self.progress.say(f"{where}: {text}"),
             between=lambda student: stages.append(self._agreement(student)),
             clock=self.clock,
         )
-        self.progress.say(f"{where}: {asked.sentences} sentences")
+        self.progress.say(f"{where}: {request.sentences} sentences")
         words = word_embeddings(encoder.model, encoder.tokenizer, encoder.sentences)
         value = {
             "words": agreement(self.original, words),
@@ -166,33 +166,33 @@ class _Run:
             "seconds": made.seconds,
             "cpu_seconds": made.cpu_seconds,
         }
-        if asked.save:
-            made.model.save_pretrained(asked.model_folder(chosen.label, seed))
-            encoder.tokenizer.save_pretrained(asked.model_folder(chosen.label, seed))
+        if request.save:
+            made.model.save_pretrained(request.model_folder(chosen.label, seed))
+            encoder.tokenizer.save_pretrained(request.model_folder(chosen.label, seed))
         return value
 
     def report(self) -> int:
         """Write the summary, print the table; the exit code."""
-        asked = self.settings
-        goals = report.goals(self.cells, asked)
-        notes = [*report.legend(self.cells, asked), *self.trainings.records.faults]
+        request = self.settings
+        goals = report.goals(self.cells, request)
+        notes = [*report.legend(self.cells, request), *self.trainings.records.faults]
         if any(cell["status"] in records.OPEN for cell in self.cells):
-            notes.append(f"go on with what is missing: {asked.resume_command()}")
+            notes.append(f"go on with what is missing: {request.resume_command()}")
         summary = {
             "schema": records.SCHEMA_VERSION,
-            **run_folder.described(asked.out, SUMMARY, asked.recorded()),
+            **run_folder.described(request.out, SUMMARY, request.recorded()),
             "cells": self.cells,
             "goals": goals,
             "notes": notes,
             "provenance": {**self.facts, **self.text},
         }
         text = json.dumps(records.clean(summary), indent=1, ensure_ascii=False)
-        said = [report.sentence(goal) for goal in goals]
-        below = layout.paragraphs([*notes, *said, f"run folder: {asked.out}"])
-        print(text if asked.form == "json" else f"{report.table(self.cells, asked)}\n{below}")
+        words = [report.sentence(goal) for goal in goals]
+        below = layout.paragraphs([*notes, *words, f"run folder: {request.out}"])
+        print(text if request.form == "json" else f"{report.table(self.cells, request)}\n{below}")
         # After the table, which nobody should lose because a disk is full.
-        records.write_text(asked.out / SUMMARY, text + "\n")
-        return 1 if asked.check and not all(goal["reached"] for goal in goals) else 0
+        records.write_text(request.out / SUMMARY, text + "\n")
+        return 1 if request.check and not all(goal["reached"] for goal in goals) else 0
 
 
 def _thinned(losses: Sequence[float]) -> list[float]:

@@ -194,7 +194,9 @@ def _variants(args: Namespace) -> tuple[Chosen, ...]:
         raise InvalidInput(
             f"--distil: expected no other names, got {' '.join(args.names)}; look at them in a run without --distil"
         )
-    found = choose("--distil", [args.distil])
-    if len(found) != 1:
-        raise InvalidInput(f"--distil: expected one variant, got {args.distil!r}, which matches {len(found)}; name one")
-    return found
+    result = choose("--distil", [args.distil])
+    if len(result) != 1:
+        raise InvalidInput(
+            f"--distil: expected one variant, got {args.distil!r}, which matches {len(result)}; name one"
+        )
+    return result

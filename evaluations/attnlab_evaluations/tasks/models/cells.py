@@ -60,8 +60,8 @@ class Own:
         """Whether sequences packed in one row do not see each other."""
         if self.tiny.kind != "decoder":
             return False
-        found, alone = packed_and_alone(self.tiny.build(), self.inputs)
-        return _difference(found, alone) < FELT
+        result, alone = packed_and_alone(self.tiny.build(), self.inputs)
+        return _difference(result, alone) < FELT
 
     @cached_property
     def generated(self) -> dict[str, Generated]:
@@ -131,10 +131,10 @@ def _packed(own: Own, variant: str) -> bool | None:
     trial = _Trial(own.tiny, variant)
     with trial.served() as (model, _):
         try:
-            found, alone = packed_and_alone(model, own.inputs)
+            result, alone = packed_and_alone(model, own.inputs)
         except UnsupportedRequest:
             return False
-    _same("packed sequences differ from each alone", found, alone)
+    _same("packed sequences differ from each alone", result, alone)
     return True
 
 
@@ -192,16 +192,16 @@ class _Trial:
 def _generates(own: Own, trial: _Trial, what: str, how: dict[str, Any]) -> None:
     with trial.served() as (model, _):
         inputs = trial.tiny.inputs(trial.dtype)
-        found = generate(model, inputs, **how, **trial.cache(model))
+        result = generate(model, inputs, **how, **trial.cache(model))
         if trial.exact:
-            wanted = own.generated[what]
+            expected = own.generated[what]
         else:
             beams = {word: n for word, n in how.items() if word == "num_beams"}
-            wanted = generate(model, inputs, use_cache=False, **beams)
-    if found.logits is not None and wanted.logits is not None:
-        _same(f"with {what} it generates by other logits", found.logits, wanted.logits)
-    if not found.tokens.equal(wanted.tokens):
-        raise Wrong(f"with {what} it generates {found.tokens.tolist()}, and {wanted.tokens.tolist()} is right")
+            expected = generate(model, inputs, use_cache=False, **beams)
+    if result.logits is not None and expected.logits is not None:
+        _same(f"with {what} it generates by other logits", result.logits, expected.logits)
+    if not result.tokens.equal(expected.tokens):
+        raise Wrong(f"with {what} it generates {result.tokens.tolist()}, and {expected.tokens.tolist()} is right")
 
 
 def answers(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -211,14 +211,14 @@ def answers(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _answers(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    said = model(**inputs)
+    words = model(**inputs)
     if tiny.kind == "towers":
-        return torch.stack((said.text_embeds, said.image_embeds), 1)
-    found: Tensor = said["logits"] if "logits" in said else said["last_hidden_state"]
+        return torch.stack((words.text_embeds, words.image_embeds), 1)
+    result: Tensor = words["logits"] if "logits" in words else words["last_hidden_state"]
     present = inputs.get("attention_mask")
-    if present is None or found.shape[1] != present.shape[1]:
-        return found
-    return found.masked_fill(~present[:, :, None].bool(), 0)
+    if present is None or result.shape[1] != present.shape[1]:
+        return result
+    return result.masked_fill(~present[:, :, None].bool(), 0)
 
 
 def packed_and_alone(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -232,9 +232,9 @@ def packed_and_alone(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def _gradients(tiny: Tiny, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = _answers(tiny, model, inputs)
-    weights = torch.linspace(-1, 1, found.numel()).view(found.shape)  # a loss that tells all answers apart
-    (found * weights).sum().backward()
+    result = _answers(tiny, model, inputs)
+    weights = torch.linspace(-1, 1, result.numel()).view(result.shape)  # a loss that tells all answers apart
+    (result * weights).sum().backward()
     return {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
 
 
@@ -247,17 +247,22 @@ class Generated(NamedTuple):
 
 def generate(model: Any, inputs: dict[str, Tensor], **how: Any) -> Generated:
     """What the model goes on with, greedily or by beams."""
-    asked = {w: x for w, x in inputs.items() if w not in ("decoder_input_ids", "position_ids")}
-    seen: list[Tensor] = []
+    arguments = {w: x for w, x in inputs.items() if w not in ("decoder_input_ids", "position_ids")}
+    visible: list[Tensor] = []
 
     def note(ids: Tensor, logits: Tensor) -> Tensor:
-        seen.append(logits.clone())
+        visible.append(logits.clone())
         return logits
 
-    found: Tensor = model.generate(
-        **asked, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=[note], **how
+    result: Tensor = model.generate(
+        **arguments,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        logits_processor=[note],
+        **how,
     )
-    return Generated(found[:, -NEW_TOKENS:], None if "num_beams" in how else torch.stack(seen))
+    return Generated(result[:, -NEW_TOKENS:], None if "num_beams" in how else torch.stack(visible))
 
 
 def _properties(tiny: Tiny, model: Any, logits: Tensor, inputs: dict[str, Tensor], positional: bool) -> None:
@@ -274,33 +279,33 @@ def _properties(tiny: Tiny, model: Any, logits: Tensor, inputs: dict[str, Tensor
             word: x[1:, kept] if word in ("input_ids", "attention_mask", "position_ids") else x[1:]
             for word, x in inputs.items()
         }
-        wanted = logits[1:, kept] if logits.shape[1] == len(kept) else logits[1:]
-        _same("a padded row differs from the row alone", answers(tiny, model, trimmed), wanted)
+        expected = logits[1:, kept] if logits.shape[1] == len(kept) else logits[1:]
+        _same("a padded row differs from the row alone", answers(tiny, model, trimmed), expected)
     if tiny.kind == "decoder":
         later = inputs["input_ids"].clone()
         later[:, -1] = 7 + (later[:, -1] == 7)
-        found = answers(tiny, model, {**inputs, "input_ids": later})
-        _same("the last token reaches those before it", found[:, :-1], logits[:, :-1])
-        if _difference(found[:, -1], logits[:, -1]) < FELT:
+        result = answers(tiny, model, {**inputs, "input_ids": later})
+        _same("the last token reaches those before it", result[:, :-1], logits[:, :-1])
+        if _difference(result[:, -1], logits[:, -1]) < FELT:
             raise Wrong("another last token changes nothing")
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+def _difference(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def _worst(result: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Over all parameters, of the largest gradient of any: a bias that a softmax cancels has nothing but rounding."""
-    if missing := sorted(set(wanted) - set(found)):
+    if missing := sorted(set(expected) - set(result)):
         raise Wrong(f"no gradient reaches {', '.join(missing)}")
-    largest = max(float(g.abs().max()) for g in wanted.values())
-    return max(float((found[path] - g).abs().max()) for path, g in wanted.items()) / largest
+    largest = max(float(g.abs().max()) for g in expected.values())
+    return max(float((result[path] - g).abs().max()) for path, g in expected.items()) / largest
 
 
-def _same(what: str, found: Tensor, wanted: Tensor) -> float:
+def _same(what: str, result: Tensor, expected: Tensor) -> float:
     """The difference, where it is rounding; `Wrong` otherwise."""
-    error = _difference(found, wanted)
-    _small(what, error, found.dtype)
+    error = _difference(result, expected)
+    _small(what, error, result.dtype)
     return error
 
 

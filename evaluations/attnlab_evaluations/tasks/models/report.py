@@ -35,7 +35,7 @@ def text(cells: Sequence[Cell], form: str) -> str:
     rows = [[variant, *(word(at.get((model, variant))) for model in models)] for variant in variants]
     headers = ["variant", *models]
     table = tabulate(rows, headers=headers, tablefmt="github") if form == "markdown" else layout.table(headers, rows)
-    notes = [f"{number}. {said}" for number, said in enumerate(reasons, 1)]
+    notes = [f"{number}. {words}" for number, words in enumerate(reasons, 1)]
     errors = [cell.error for cell in cells if cell.status == EQUAL and cell.error is not None]
     parts = [LEGEND, *notes]
     if errors:
@@ -50,11 +50,11 @@ def text(cells: Sequence[Cell], form: str) -> str:
 
 def _packing(cells: Sequence[Cell]) -> str:
     """Who takes packed sequences, over the models in which anything was asked."""
-    asked = [cell for cell in cells if cell.packed is not None]
-    refusing = {cell.variant for cell in asked if not cell.packed}
-    taken = [variant for variant in _ordered(c.variant for c in asked) if variant not in refusing]
+    features = [cell for cell in cells if cell.packed is not None]
+    refusing = {cell.variant for cell in features if not cell.packed}
+    taken = [variant for variant in _ordered(c.variant for c in features) if variant not in refusing]
     return (
-        f"sequences packed in one row, told apart by position ids that start anew ({', '.join(_ordered(c.model for c in asked))}), are each "
+        f"sequences packed in one row, told apart by position ids that start anew ({', '.join(_ordered(c.model for c in features))}), are each "
         f"answered as if alone by {', '.join(taken) or 'none'}; the rest refuses them"
     )
 

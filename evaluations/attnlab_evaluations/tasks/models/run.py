@@ -38,10 +38,10 @@ def run_models(settings: ModelsSettings, judged: Callable[[Own, str], Cell] = ju
         print("interrupted", file=sys.stderr)
         return 130
     progress.done()
-    said = report.text(cells, settings.form)
-    print(said)
+    words = report.text(cells, settings.form)
+    print(words)
     if settings.write is not None:
-        records.write_text(settings.write, said + "\n")
+        records.write_text(settings.write, words + "\n")
     return int(any(cell.status == WRONG for cell in cells))
 
 

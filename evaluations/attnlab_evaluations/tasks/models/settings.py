@@ -61,10 +61,10 @@ def settle(args: Namespace) -> ModelsSettings:
     variants = [name for word in args.names or ["*"] for name in _matching(word, known)]
     models: list[str] = []
     for word in args.models or ["*"]:
-        found = [name for name in MODELS if fnmatchcase(name, word)]
-        if not found:
+        results = [name for name in MODELS if fnmatchcase(name, word)]
+        if not results:
             raise InvalidInput(f"models: no model is called {word!r}; {nearest(word, MODELS)}")
-        models += found
+        models += results
     write = None if args.write is None else Path(args.write)
     if write is not None and (write.is_dir() or not write.parent.is_dir()):
         what = "it is a folder" if write.is_dir() else f"there is no folder {write.parent}"
@@ -73,7 +73,7 @@ def settle(args: Namespace) -> ModelsSettings:
 
 
 def _matching(word: str, known: list[str]) -> list[str]:
-    found = [name for name in known if fnmatchcase(name, word)]
-    if not found:
+    results = [name for name in known if fnmatchcase(name, word)]
+    if not results:
         raise UnknownVariant(f"models: no variant is called {word!r}; {nearest(word, known)}")
-    return found
+    return results

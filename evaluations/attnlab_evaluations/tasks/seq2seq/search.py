@@ -116,14 +116,14 @@ def beam_search(
             total = log_p.new_full((batch, beam), -torch.inf)
             total[:, 0] = 0.0
         going = (total[..., None] + log_p).masked_fill(done[..., None], -torch.inf)
-        found, flat = going.flatten(1).topk(beam, dim=-1)
+        result, flat = going.flatten(1).topk(beam, dim=-1)
         # The places that ended stay; the others take the best continuations in order.
         rank = ((~done).cumsum(dim=-1) - 1).clamp(min=0)
         places = torch.arange(beam, device=source.device).expand(batch, beam)
         picked = flat.gather(1, rank)
         parent = torch.where(done, places, picked // size)
         token = torch.where(done, PAD, picked % size)
-        total = torch.where(done, total, found.gather(1, rank))
+        total = torch.where(done, total, result.gather(1, rank))
         tokens = torch.cat([_places(tokens, parent), token[..., None]], dim=-1)
         if output.weights is not None:
             now = output.weights[:, -1].view(batch, beam, 1, -1)
@@ -147,13 +147,13 @@ def _places(what: Tensor, parent: Tensor) -> Tensor:
 
 
 def _hypotheses(tokens: Tensor, total: Tensor, weights: Tensor | None, power: float) -> list[Hypothesis]:
-    found = []
+    results = []
     for place, (row, log_p) in enumerate(zip(tokens.tolist(), total.tolist(), strict=True)):
         if log_p == -math.inf:
             continue
         finished = EOS in row
         length = row.index(EOS) + 1 if finished else len(row)
-        found.append(
+        results.append(
             Hypothesis(
                 tuple(row[:length]),
                 log_p / length**power,
@@ -162,7 +162,7 @@ def _hypotheses(tokens: Tensor, total: Tensor, weights: Tensor | None, power: fl
                 None if weights is None else weights[place, :length],
             )
         )
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)
+    return sorted(results, key=lambda hypothesis: -hypothesis.score)
 
 
 def _at_least_one(word: str, number: int) -> None:

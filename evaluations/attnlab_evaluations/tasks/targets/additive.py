@@ -56,20 +56,20 @@ def additive_goals(budget: float, whole: float, seed: int, say: Callable[[str], 
         rows.append(
             (f"additive, {what}forward + backward, {long}", "-", unit, goal, partial(_long, variant, unit, once))
         )
-    found = []
+    results = []
     for what, peer, unit, goal, measured in rows:
         say(what)
         if peer == keras and isinstance(theirs, str):
-            found.append(Target(what, peer, UNMEASURED, unit, goal, theirs))
+            results.append(Target(what, peer, UNMEASURED, unit, goal, theirs))
         elif budget < LEAST_BUDGET:
-            found.append(Target(what, peer, UNMEASURED, unit, goal, NO_TIME))
+            results.append(Target(what, peer, UNMEASURED, unit, goal, NO_TIME))
         elif long in what and whole < LONG_BUDGET:
-            found.append(Target(what, peer, UNMEASURED, unit, goal, enough))
+            results.append(Target(what, peer, UNMEASURED, unit, goal, enough))
         else:
             interval, note = measured()
-            found.append(Target(what, peer, interval, unit, goal, note))
+            results.append(Target(what, peer, interval, unit, goal, note))
             gc.collect()
-    return found
+    return results
 
 
 def _beside(variant: Any, theirs: Any, backward: bool, budget: float, seed: int) -> Measured:

@@ -20,7 +20,7 @@ class Target:
 
     what: str
     peer: str
-    found: Interval
+    ratio: Interval
     unit: str
     goal: float | None
     note: str = ""
@@ -28,15 +28,15 @@ class Target:
     @property
     def verdict(self) -> str:
         """`met`, `missed`, `within noise`, `too few rounds`, `not measured` or `no goal`."""
-        if math.isnan(self.found.median):
+        if math.isnan(self.ratio.median):
             return "not measured"
         if self.goal is None:
             return "no goal"
-        if self.found.level < LEVEL:
+        if self.ratio.level < LEVEL:
             return "too few rounds"
-        if self.found.high <= self.goal:
+        if self.ratio.high <= self.goal:
             return "met"
-        return "missed" if self.found.low > self.goal else "within noise"
+        return "missed" if self.ratio.low > self.goal else "within noise"
 
 
 def time_pair(
@@ -53,10 +53,10 @@ def time_calls(
     calls: dict[str, Callable[[], object]], reference: str, budget: float, seed: int, max_rounds: int = MAX_ROUNDS
 ) -> dict[str, list[float]]:
     """Each call's seconds in round order, without those there was no time for. A call that raises is raised again."""
-    found = measure(calls, reference=reference, always=list(calls), budget=budget, seed=seed, max_rounds=max_rounds)
-    if found.failed:
-        raise next(iter(found.failed.values()))
-    return found.samples
+    result = measure(calls, reference=reference, always=list(calls), budget=budget, seed=seed, max_rounds=max_rounds)
+    if result.failed:
+        raise next(iter(result.failed.values()))
+    return result.samples
 
 
 def random_inputs(heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:

@@ -33,11 +33,11 @@ class Layer(nn.Module):
 
 def interface_goals(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """A row for each kind of mask, within about `budget` seconds."""
-    found = []
+    results = []
     for kind in MASKS:
         say(f"interface of transformers, {kind}")
-        found.append(overhead(kind, budget / len(MASKS), seed))
-    return found
+        results.append(overhead(kind, budget / len(MASKS), seed))
+    return results
 
 
 def overhead(kind: str, budget: float, seed: int) -> Target:
@@ -65,10 +65,10 @@ def overhead(kind: str, budget: float, seed: int) -> Target:
 
 
 def _mask(make: Callable[..., Any], kind: str) -> Tensor | None:
-    asked = MASKS[kind]
-    if asked is None:
+    request = MASKS[kind]
+    if request is None:
         return None
-    length, padding = 8, asked.get("padding", 0)
+    length, padding = 8, request.get("padding", 0)
     present = torch.arange(length)[None] >= padding if padding else None
     mask: Tensor = make(
         batch_size=1, q_length=length, kv_length=length, attention_mask=present, allow_is_causal_skip=False

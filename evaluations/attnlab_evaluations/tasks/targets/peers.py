@@ -51,12 +51,12 @@ def chunked_delta(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, ch
         row = inverse[..., i, :i].clone()
         inverse[..., i, :i] = row + (row[..., None] * inverse[..., :i, :i]).sum(-2)
     inverse = inverse + torch.eye(chunk, dtype=query.dtype, device=query.device)
-    asked, new = inverse @ written, inverse @ (v * b)
+    request, new = inverse @ written, inverse @ (v * b)
     state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     out = torch.zeros_like(v)
     for n in range(k.shape[2]):
         inside = (q[:, :, n] @ k[:, :, n].transpose(-1, -2)).tril()
-        u = new[:, :, n] - asked[:, :, n] @ state
+        u = new[:, :, n] - request[:, :, n] @ state
         out[:, :, n] = q[:, :, n] @ state + inside @ u
         state = state + k[:, :, n].transpose(-1, -2) @ u
     return out.flatten(2, 3)

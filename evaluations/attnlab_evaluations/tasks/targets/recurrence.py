@@ -23,11 +23,11 @@ SHORT, LONG = 1024, 16384
 def recurrence_goals(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """Every row, within about `budget` seconds."""
     say(f"delta rule at {LENGTH}")
-    found = delta_rule(budget * 0.7, seed)
+    result = delta_rule(budget * 0.7, seed)
     for name in ("linearised", "delta_rule"):
         say(f"one token of {name}")
-        found.append(constant_steps(name, budget * 0.15, seed))
-    return found
+        result.append(constant_steps(name, budget * 0.15, seed))
+    return result
 
 
 def delta_rule(budget: float, seed: int) -> list[Target]:
@@ -43,19 +43,19 @@ def delta_rule(budget: float, seed: int) -> list[Target]:
         calls[f"chunk {chunk}"] = lambda c=chunk: peers.chunked_delta(query, key, value, beta, chunk=c)  # type: ignore[misc]
     samples = time_calls(calls, "attnlab", budget, seed, max_rounds=60)
     chunks = [n for n in samples if n.startswith("chunk")]
-    found = []
+    results = []
     for chosen, peer, goal in ((chunks, "chunked", 1.0), (["recurrence"], "recurrence", 1 / 8)):
         what = f"delta_rule, causal, L={LENGTH}"
         if len(samples) < len(calls):  # beside the fastest of the peers, or not at all
-            found.append(Target(what, peer, UNMEASURED, "x", goal, NO_TIME))
+            results.append(Target(what, peer, UNMEASURED, "x", goal, NO_TIME))
             continue
         best = min(chosen, key=lambda n: statistics.median(samples[n]))
         note = (
             f"{statistics.median(samples['attnlab']) * 1e3:.3g} against {statistics.median(samples[best]) * 1e3:.3g} ms"
         )
         ratio = paired_ratio(samples["attnlab"], samples[best])
-        found.append(Target(what, peer if best == peer else f"{peer}, {best}", ratio, "x", goal, note))
-    return found
+        results.append(Target(what, peer if best == peer else f"{peer}, {best}", ratio, "x", goal, note))
+    return results
 
 
 def constant_steps(name: str, budget: float, seed: int) -> Target:

@@ -37,21 +37,21 @@ CHUNKS = (64, 128, 256)
 """Chunk lengths tried for the chunked peer; attnlab is held against the fastest of the run."""
 
 
-def run_targets(asked: TargetSettings) -> int:
+def run_targets(settings: TargetSettings) -> int:
     """Measure every target, print the table, write `targets.json` and `targets.md`. Returns 0, or 1 for a miss."""
-    made = folders.make(asked.out) if asked.out is not None else []
+    made = folders.make(settings.out) if settings.out is not None else []
     progress = Progress()
     before = torch.get_num_threads()
     try:
-        if asked.threads is not None:
-            torch.set_num_threads(asked.threads)
-        found = measure_targets(asked.budget, asked.seed, progress.say)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        result = measure_targets(settings.budget, settings.seed, progress.say)
         facts = provenance.collect(torch.get_num_threads())
-        data = {"targets": [{**asdict(t), "verdict": t.verdict} for t in found], "provenance": facts}
+        data = {"targets": [{**asdict(t), "verdict": t.verdict} for t in result], "provenance": facts}
         text = json.dumps(records.clean(data), indent=1)
-        if asked.out is not None:
-            records.write_text(asked.out / "targets.json", text + "\n")
-            records.write_text(asked.out / "targets.md", render(found, "github") + "\n")
+        if settings.out is not None:
+            records.write_text(settings.out / "targets.json", text + "\n")
+            records.write_text(settings.out / "targets.md", render(result, "github") + "\n")
     except KeyboardInterrupt:
         progress.done()
         print("interrupted; nothing was written", file=sys.stderr)
@@ -60,8 +60,8 @@ def run_targets(asked: TargetSettings) -> int:
         progress.done()
         torch.set_num_threads(before)
         folders.unmake(made)  # it stays where it holds the files
-    print(text if asked.form == "json" else render(found, "terminal"))
-    return 1 if any(t.verdict == "missed" for t in found) else 0
+    print(text if settings.form == "json" else render(result, "terminal"))
+    return 1 if any(t.verdict == "missed" for t in result) else 0
 
 
 def render(found: list[Target], form: str) -> str:
@@ -84,40 +84,40 @@ def render(found: list[Target], form: str) -> str:
 
 
 def _measured(target: Target) -> str:
-    found = target.found
-    if math.isnan(found.median):
+    result = target.ratio
+    if math.isnan(result.median):
         return "none"
-    interval = f"[{found.low:.3g}, {found.high:.3g}]{level_text(found.level)}"
-    return f"{found.median:.3g} {interval} {target.unit}".strip()
+    interval = f"[{result.low:.3g}, {result.high:.3g}]{level_text(result.level)}"
+    return f"{result.median:.3g} {interval} {target.unit}".strip()
 
 
 def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> list[Target]:
     """All rows, each within its share of `budget` seconds."""
     share = budget / 30
-    found: list[Target] = []
+    results: list[Target] = []
     with torch.no_grad():
         say("dispatch")
-        found.append(dispatch(share, seed))
-        found += interface_goals(share, seed, say)
+        results.append(dispatch(share, seed))
+        results += interface_goals(share, seed, say)
         for length, causal, goal in ((1024, False, 1.02), (1024, True, 1.03), (4096, True, 1.03)):
             say(f"dot_product at {length}")
-            found.append(against_torch(length, causal, goal, share * (3 if length > 2000 else 1), seed))
+            results.append(against_torch(length, causal, goal, share * (3 if length > 2000 else 1), seed))
         say("linear at 4096")
-        found.append(linear(4096, share * 2, seed))
+        results.append(linear(4096, share * 2, seed))
         say("linear from 4k to 64k")
-        found.append(time_exponent("linearised", (4096, 8192, 16384, 32768, 65536), share * 3, seed))
+        results.append(time_exponent("linearised", (4096, 8192, 16384, 32768, 65536), share * 3, seed))
         say("window at 4096")
-        found.append(window(4096, 256, share * 2, seed))
+        results.append(window(4096, 256, share * 2, seed))
         for heads, width, length in ((8, 64, 1024), (8, 64, 16384), (32, 128, 1024), (32, 128, 4096)):
             say(f"decoding at {length}, {heads} heads")
-            found.append(decoding(heads, length, width, share, seed))
+            results.append(decoding(heads, length, width, share, seed))
         say("window from 4k to 32k")
-        found.append(time_exponent("sliding_window", (4096, 8192, 16384, 32768), share * 2, seed))
-        found += recurrence_goals(share * 3, seed, say)
-    found += additive_goals(share * 8, budget, seed, say)
+        results.append(time_exponent("sliding_window", (4096, 8192, 16384, 32768), share * 2, seed))
+        results += recurrence_goals(share * 3, seed, say)
+    results += additive_goals(share * 8, budget, seed, say)
     say("start-up")
-    found += start_up()
-    return found
+    results += start_up()
+    return results
 
 
 def dispatch(budget: float, seed: int) -> Target:
@@ -199,8 +199,8 @@ def decoding(heads: int, length: int, width: int, budget: float, seed: int) -> T
     token = [x[:, :, :1].contiguous() for x in (query, key, value)]
     states = [variant(query, key, value, causal=True, state=variant.init_state(1, length + steps)).state]
     store = [torch.zeros(1, heads, length + steps, width) for _ in range(2)]
-    for kept, given in zip(store, (key, value), strict=True):
-        kept[:, :, :length] = given
+    for kept, inputs in zip(store, (key, value), strict=True):
+        kept[:, :, :length] = inputs
     at = [length]
 
     def ours() -> object:
@@ -210,8 +210,8 @@ def decoding(heads: int, length: int, width: int, budget: float, seed: int) -> T
 
     def theirs() -> object:
         end = at[0] + 1
-        for kept, given in zip(store, token[1:], strict=True):
-            kept[:, :, at[0] : end] = given
+        for kept, inputs in zip(store, token[1:], strict=True):
+            kept[:, :, at[0] : end] = inputs
         at[0] = end if end < length + steps else length
         return peers.torch_attention(token[0], store[0][:, :, :end], store[1][:, :, :end])
 
@@ -269,6 +269,6 @@ def _python(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PluginError(f"--targets: a fresh Python did not run: {error}") from None
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise PluginError(f"--targets: a fresh Python failed at start-up: {said[-1]}")
+        statement = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise PluginError(f"--targets: a fresh Python failed at start-up: {statement[-1]}")
     return done.stdout.strip()

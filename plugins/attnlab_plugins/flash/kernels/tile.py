@@ -193,18 +193,18 @@ def visible(
     how: tl.constexpr,
 ):
     """Who sees whom in a tile, bool. least, greatest, segment are `row_rules`'; low and high say which of them are asked."""
-    seen = cols < Lk
+    observed = cols < Lk
     position = cols
     if marks.key_positions is not None:
         position = tl.load(marks.key_positions + b * Lk + cols, mask=cols < Lk, other=0)
     if high is not None:
-        seen = seen & (position <= greatest)
+        observed = observed & (position <= greatest)
     if low is not None:
-        seen = seen & (position >= least)
+        observed = observed & (position >= least)
     if marks.query_segments is not None:
-        seen = seen & (tl.load(marks.key_segments + b * Lk + cols, mask=cols < Lk, other=-1) == segment)
+        observed = observed & (tl.load(marks.key_segments + b * Lk + cols, mask=cols < Lk, other=-1) == segment)
     if marks.key_present is not None:
-        seen = seen & (tl.load(marks.key_present + b * Lk + cols, mask=cols < Lk, other=0) != 0)
+        observed = observed & (tl.load(marks.key_present + b * Lk + cols, mask=cols < Lk, other=0) != 0)
     if extras.allowed is not None:
         allowed = load_pairs(
             extras.allowed,
@@ -221,8 +221,8 @@ def visible(
             how.ALLOWED_PER_KEY,
             how,
         )
-        seen = seen & (allowed != 0)
-    return seen
+        observed = observed & (allowed != 0)
+    return observed
 
 
 @triton.jit

@@ -67,9 +67,9 @@ class MiniLM:
 
     def encoder(self, settings: WorkloadSettings) -> Encoder:
         """The model and its text, loaded once for each seed and device."""
-        wanted = (settings.seed, settings.device)
-        if self._loaded is None or self._loaded[0] != wanted:
-            self._loaded = (wanted, load(settings.seed, settings.device))
+        expected = (settings.seed, settings.device)
+        if self._loaded is None or self._loaded[0] != expected:
+            self._loaded = (expected, load(settings.seed, settings.device))
         return self._loaded[1]
 
     def facts(self, settings: WorkloadSettings) -> dict[str, Any]:
@@ -161,21 +161,21 @@ def capture(encoder: Encoder) -> list[Part]:
 
     config = encoder.model.config
     heads = config.num_attention_heads
-    seen: dict[int, Part] = {}
+    earlier: dict[int, Part] = {}
 
     def spy(layer: int) -> Attention:
         instance = attnlab.create("dot_product", num_heads=heads, head_dim=config.hidden_size // heads)
 
         def hook(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             query, key, value = (t.detach().clone() for t in args)
-            seen[layer] = Part(query, key, value, key_mask=kwargs["mask"].key_mask)
+            earlier[layer] = Part(query, key, value, key_mask=kwargs["mask"].key_mask)
 
         instance.register_forward_pre_hook(hook, with_kwargs=True)
         return instance
 
     with using(encoder.model, {layer: spy(layer) for layer in range(config.num_hidden_layers)}):
         encoder.embed()
-    return [seen[layer] for layer in sorted(seen)]
+    return [earlier[layer] for layer in sorted(earlier)]
 
 
 def topics_text() -> str:
@@ -187,18 +187,18 @@ def topics_text() -> str:
 
 def choose_sentences(text: str, count: int, seed: int) -> list[str]:
     """`count` different sentences of prose, drawn under `seed`."""
-    found = prose(text)
-    return random.Random(seed).sample(found, min(count, len(found)))
+    result = prose(text)
+    return random.Random(seed).sample(result, min(count, len(result)))
 
 
 def prose(text: str) -> list[str]:
     """The different sentences of `text` that are prose, 3 to 60 words each, in order."""
-    found: dict[str, None] = {}
+    results: dict[str, None] = {}
     for paragraph in re.split(r"\n\s*\n", text):
         if paragraph[:1].isspace() or any(mark in paragraph for mark in ("::=", ">>>", "***", "===", "---")):
             continue  # grammar, code and headings
         flowing = " ".join(paragraph.split())
         for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", flowing):
             if sentence[:1].isupper() and sentence[-1:] in ".!?" and WORDS[0] <= len(sentence.split()) <= WORDS[1]:
-                found[sentence] = None
-    return list(found)
+                results[sentence] = None
+    return list(results)
