@@ -1,7 +1,7 @@
 """attnlab: attention variants behind one contract, chosen by name.
 
 Everything public is here and resolved on first use (PEP 562), so `import attnlab` and listing the
-registry import no torch. The names below are the stable surface; see README, "Stability".
+registry import no torch. The names below are the stable surface; see docs/stability.md.
 """
 
 # First, and before anything that the working directory could bring under the name of Python's own.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 API_VERSION = 1
-"""The plugin interface's version. It grows by one when a correct plugin could break; see README."""
+"""The plugin interface's version. It grows by one when a correct plugin could break; see docs/stability.md."""
 
 # public name -> module that holds it
 _HOMES = {

@@ -47,7 +47,7 @@ class _WithCache:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionMask(_WithCache):
-    """One statement of visibility; its parts combine with AND (docs/contract.md, "Who may see whom").
+    """One statement of visibility; its parts combine with AND (docs/contract.md, "Visibility").
 
     causal: a key's position may not exceed its query's.
     offset: `"top_left"`, `"bottom_right"`, an int, or an integer tensor 0-d or `[B]`: query `i` stands

@@ -1,8 +1,10 @@
-"""F21: the contract is a page that users have, its tables are what the code says, and messages name it."""
+"""F21: the contract is a page that users have, its tables are what the code says, and messages name it.
+
+Its example runs in tests/test_docs.py, with the blocks of all pages.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,11 +34,6 @@ def test_every_error_is_on_the_page() -> None:
     public = [n for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, errors.AttnlabError)]
     inner = {"WrongResult"}  # a PluginError
     assert all(f"`{name}`" in page() or f"attnlab.{name}`" in page() for name in set(public) - inner)
-
-
-def test_the_example_of_the_page_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", page(), re.DOTALL)
-    exec(code, {})
 
 
 def test_no_text_names_a_document_that_users_do_not_have() -> None:

@@ -1,6 +1,6 @@
 """Who may see whom, decided one pair at a time with plain Python numbers.
 
-This is "Who may see whom" of docs/contract.md written a second time, on purpose without `AttentionMask`: what judges the
+This is "Visibility" of docs/contract.md written a second time, on purpose without `AttentionMask`: what judges the
 mask must not be the mask. It is slow (one call per pair) and meant for small inputs only.
 
 Needs torch only to unpack tensors and to pack the result.
