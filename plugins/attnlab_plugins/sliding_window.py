@@ -66,7 +66,7 @@ class SlidingWindowAttention(ScoreAttention):
         return result._replace(state=state)
 
     def _leading(self, call: Call) -> Tensor | None:
-        """With how many absent tokens each row begins, where that moves its sink tokens."""
+        """The number of padded tokens at the start of each item, where that moves its sink tokens."""
         return None if not self.sink_tokens or call.visibility is None else call.visibility.leading
 
     def plain_step(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> AttentionOutput | None:
@@ -77,16 +77,20 @@ class SlidingWindowAttention(ScoreAttention):
         return fused_step(query, key, value, state)
 
     def extended(self, key: Tensor, value: Tensor, call: Call, **further: Any) -> tuple[Tensor, Tensor, WindowState]:
-        """As ever, without what no query from here on can see; nothing is forgotten where queries do not continue from the state."""
-        state, seen = call.state, call.visibility
+        """The keys and values with those of the state; the state drops what no later query can see, if queries continue from it."""
+        state, visibility = call.state, call.visibility
         assert isinstance(state, WindowState)
-        assert seen is not None
+        assert visibility is not None
         if not self._made(state):
             raise InvalidInput(
                 f"{self.name}: the state was made for left={state.left}, sink_tokens={state.sink_tokens} and this variant has "
                 f"left={self.left}, sink_tokens={self.sink_tokens}; use its own init_state"
             )
-        continues = seen.query_segments is None and isinstance(seen.offset, int) and seen.offset >= state.length
+        continues = (
+            visibility.query_segments is None
+            and isinstance(visibility.offset, int)
+            and visibility.offset >= state.length
+        )
         if state.evicted and not continues:
             raise UnsupportedRequest(
                 f"{self.name}: its state has forgotten what the window had left, so queries must continue from its length, "

@@ -49,23 +49,28 @@ def band_of(call: Call, query: Tensor, key: Tensor) -> Band | None:
 
     None as well where torch's function is quicker (short inputs), and under torch.compile.
     """
-    seen = call.visibility
-    if seen is None or seen.left is None or seen.right is None or not isinstance(seen.offset, int):
+    visibility = call.visibility
+    if (
+        visibility is None
+        or visibility.left is None
+        or visibility.right is None
+        or not isinstance(visibility.offset, int)
+    ):
         return None
-    if seen.allowed is not None or seen.mask_mod is not None or seen.query_segments is not None:
+    if visibility.allowed is not None or visibility.mask_mod is not None or visibility.query_segments is not None:
         return None
-    if seen.strict_left is not None:
+    if visibility.strict_left is not None:
         return None
     if call.bias is not None or not asks_for_out_alone(call) or torch.compiler.is_compiling():
         return None
     lq, lk = query.shape[2], key.shape[2]
-    reach = seen.left + seen.right + SIDE + seen.sink_tokens
+    reach = visibility.left + visibility.right + SIDE + visibility.sink_tokens
     if lq < SIDE or 2 * reach > lk or lq * lk < WORTHWHILE_PAIRS or query.numel() == 0:
         return None
-    if not 0 <= seen.offset <= lk - lq:
+    if not 0 <= visibility.offset <= lk - lq:
         return None  # rows beyond the keys: rare, and left to engines that need no room around them
-    padded = bool(seen.sink_tokens) and seen.padded_left and seen.key_present is not None
-    return Band(seen.left, seen.right, seen.offset, seen.sink_tokens, padded)
+    padded = bool(visibility.sink_tokens) and visibility.padded_left and visibility.key_present is not None
+    return Band(visibility.left, visibility.right, visibility.offset, visibility.sink_tokens, padded)
 
 
 @in_own_precision

@@ -41,6 +41,6 @@ def nonfinite_sums(weighs: Tensor, value: Tensor) -> Tensor:
     pairs = weighs.to(torch.float32)
     kinds = [(pairs @ kind.to(torch.float32)) > 0 for kind in (value.isnan(), value == torch.inf, value == -torch.inf)]
     nan, positive, negative = kinds
-    found = torch.zeros(nan.shape, dtype=value.dtype, device=value.device)
-    found = found.masked_fill(positive, torch.inf).masked_fill(negative, -torch.inf)
-    return found.masked_fill(nan | (positive & negative), torch.nan)
+    result = torch.zeros(nan.shape, dtype=value.dtype, device=value.device)
+    result = result.masked_fill(positive, torch.inf).masked_fill(negative, -torch.inf)
+    return result.masked_fill(nan | (positive & negative), torch.nan)

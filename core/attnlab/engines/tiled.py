@@ -138,20 +138,20 @@ class _Job:
         self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, visibility: Visibility, need_lse: bool
     ) -> None:
         self.need_lse = need_lse
-        self.returned: Returned | None = None  # where weights are wanted
-        self.query, self.key, self.value, self.how, self.seen = query, key, value, scoring, visibility
+        self.returned: Returned | None = None  # for the weights
+        self.query, self.key, self.value, self.how, self.visibility = query, key, value, scoring, visibility
         self.heads = query.shape[1]
         self.dtype = accumulation_dtype(value.dtype)
         self.apart = scoring.isolated and not all_finite(query, key, value)
 
     def scores(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         """Scores of a tile up to and including hiding, `[B, Hq, tq, tk]` in the accumulation dtype."""
-        how, seen = self.how, self.seen
+        how, visibility = self.how, self.visibility
         query = self.query[:, :, q0:q1]
         key = expand_heads(self.key[:, :, k0:k1], self.heads)
         at = {
-            "query_positions": seen.unpadded_query_positions[..., q0:q1],
-            "key_positions": seen.unpadded_key_positions[..., k0:k1],
+            "query_positions": visibility.unpadded_query_positions[..., q0:q1],
+            "key_positions": visibility.unpadded_key_positions[..., k0:k1],
         }
         if self.apart:
             with torch.no_grad():
@@ -165,14 +165,14 @@ class _Job:
             s = s * how.scale
         if how.softcap is not None:
             s = how.softcap * torch.tanh(s / how.softcap)
-        visible = seen.tile(q0, q1, k0, k1)
+        visible = visibility.tile(q0, q1, k0, k1)
         if how.visible is not None:
             own = how.visible(query, **at)
             visible = own if visible is None else visible & own
         if how.score_mod is not None:
             # What a hidden pair scores must not matter, nor what score_mod's derivative is there.
             s = s if visible is None else s.masked_fill(~visible, 0)
-            s = _modified(how.score_mod, s, seen.indices(q0, q1, k0, k1))
+            s = _modified(how.score_mod, s, visibility.indices(q0, q1, k0, k1))
         if how.bias is not None:
             s = s + _part(_part(how.bias, 2, q0, q1), 3, k0, k1).to(self.dtype)
         return s if visible is None else s.masked_fill(~visible, -torch.inf)
@@ -194,7 +194,7 @@ class _Job:
             lse = torch.logsumexp(s, -1) if self.need_lse else None
             return self._mixed(self._dropped(used), s, k0, k1), weights, lse
         peak = s.detach().amax(-1, keepdim=True)  # [B, H, Lq, 1]
-        alive = peak != -torch.inf  # a NaN lives on: it was seen
+        alive = peak != -torch.inf  # a NaN lives on: it was visible
         m = self._with_sinks(peak)
         p = torch.exp(s - m)
         z = self._sum_with_sinks(p.sum(-1, keepdim=True), m)
@@ -214,7 +214,7 @@ class _Job:
             all(x is None for x in hides)
             and not self.apart
             and not torch.compiler.is_compiling()
-            and self.seen.kind(q0, q1, k0, k1) == "full"
+            and self.visibility.kind(q0, q1, k0, k1) == "full"
         )
 
     def row_alone(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor, Tensor | None]:
@@ -274,7 +274,7 @@ class _Job:
         return self._mixed(used, s, k0, k1), p.sum(-1, keepdim=True)
 
     def _tiles(self, q0: int, q1: int, tk: int) -> list[tuple[int, int]]:
-        ranges = self.seen.key_ranges(q0, q1)
+        ranges = self.visibility.key_ranges(q0, q1)
         return [(k, min(k + tk, last)) for first, last in ranges for k in range(first, last, tk)]
 
     def _mixed(self, weights: Tensor, s: Tensor, k0: int, k1: int) -> Tensor:
@@ -301,8 +301,8 @@ class _Job:
             return p
         factor = self.how.reweight(
             self.query[:, :, q0:q1],
-            query_positions=self.seen.unpadded_query_positions[..., q0:q1],
-            key_positions=self.seen.unpadded_key_positions[..., k0:k1],
+            query_positions=self.visibility.unpadded_query_positions[..., q0:q1],
+            key_positions=self.visibility.unpadded_key_positions[..., k0:k1],
         )
         return p if factor is None else p * factor.to(p.dtype)
 
@@ -313,7 +313,7 @@ class _Job:
         """
         if self.returned is None:
             return w, w
-        absent = self.seen.query_present
+        absent = self.visibility.query_present
         weights = w if absent is None else w.masked_fill(~absent[:, None, :, None], 0)
         precise, forgotten = weights, self.returned.forgotten
         if forgotten is not None:

@@ -114,7 +114,7 @@ class _Fading(FastWeightsAttention):
             raise InvalidInput(f"{self.name}: decay must be one of {', '.join(self.decays)}, got {decay!r}")
         self.gates = {name: spec for name, spec in type(self).gates.items() if name != "log_decay"}  # type: ignore[misc]
         if decay in _DECAY:
-            self.gates["log_decay"] = _DECAY[decay]  # type: ignore[index]
+            self.gates["log_decay"] = _DECAY[decay]
         super().__init__(
             num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )

@@ -73,7 +73,7 @@ def tiles_for(kernel: str, problem: Problem) -> Configuration:
 
 def padded(width: int) -> int:
     """The power of two that holds a head of this width; tensor cores take no fewer than 16."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 def strides_of(tensor: Tensor | None) -> tuple[int, ...] | None:

@@ -33,17 +33,17 @@ def too_long(request: Request, longest: int) -> list[Reason]:
     ]
 
 
-def require_near(subject: str, seen: Visibility | None, longest: int) -> None:
+def require_near(subject: str, visibility: Visibility | None, longest: int) -> None:
     """`InvalidInput` where an offset puts a query further than M from a key that it may see.
 
     Offsets in a tensor are not looked at: what they say is the caller's affair, as everywhere.
     """
-    if seen is None or isinstance(seen.offset, Tensor):
+    if visibility is None or isinstance(visibility.offset, Tensor):
         return
-    behind = seen.offset + seen.query_length - 1  # from the last query back to the first key
-    ahead = 0 if seen.right is not None else seen.key_length - 1 - seen.offset
+    behind = visibility.offset + visibility.query_length - 1  # from the last query back to the first key
+    ahead = 0 if visibility.right is not None else visibility.key_length - 1 - visibility.offset
     if max(behind, ahead) > longest:
         raise InvalidInput(
-            f"{subject}: positions of a query and a key may be up to max_length={longest} apart, got offset={seen.offset} "
-            f"with {seen.query_length} queries and {seen.key_length} keys; create it with a larger max_length"
+            f"{subject}: positions of a query and a key may be up to max_length={longest} apart, got offset={visibility.offset} "
+            f"with {visibility.query_length} queries and {visibility.key_length} keys; create it with a larger max_length"
         )

@@ -1,6 +1,6 @@
 """What kernels take besides tensors, grouped: the launcher fills these, kernels read their fields. Needs the standard library.
 
-A field that is None is a rule or feature that is not asked; each combination compiles to a kernel of its own.
+A field that is None is a rule or feature that the call does not have; each combination compiles to a kernel of its own.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def forward_kernel(
         if not PLAIN:
             x, _ = scored(x, rows, cols, b, h, first, k0, Lq, Lk, extras, bias_strides, scoring, how)
         if COMPARED or (k0 < inner) | (k0 >= outer):
-            seen = visible(
+            pairs = visible(
                 rows,
                 cols,
                 b,
@@ -108,7 +108,7 @@ def forward_kernel(
                 allowed_strides,
                 how,
             )
-            x = tl.where(seen, x, float("-inf"))
+            x = tl.where(pairs, x, float("-inf"))
         if PLAIN:  # the scale is above 0, so it may follow the maximum and join the subtraction
             higher = tl.maximum(m, tl.max(x, 1) * scoring.scale)
             base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -71,10 +71,10 @@ def weights(
     """(p, t, used) of a tile: weights, tanh of the softcap, and the weights that dropout leaves. sums are `load_sums`', shaped as `rows`."""
     x, t = scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, how)
     if compare:
-        seen = visible(
+        pairs = visible(
             rows, cols, b, h, q0, k0, Lq, Lk, least, greatest, segment, low, high, marks, extras, allowed_strides, how
         )
-        x = tl.where(seen, x, float("-inf"))
+        x = tl.where(pairs, x, float("-inf"))
     p = tl.exp2(tl.minimum(x - sums, 0.0))  # above 0 by rounding alone, which for huge scores could overflow
     used = p
     if extras.seeds is not None:

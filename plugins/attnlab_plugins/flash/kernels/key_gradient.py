@@ -55,7 +55,7 @@ def key_gradient_kernel(
     blocks = tl.cdiv(Lk, BLOCK_N)
     program = tl.program_id(0)
     item_head = program // blocks  # item * key/value heads + head
-    block = program % blocks  # the first keys of a causal call are seen by most queries
+    block = program % blocks  # the first keys of a causal call are visible to most queries
     b = (item_head // (heads // group)).to(tl.int64)
     kv = (item_head % (heads // group)).to(tl.int64)
     first = block * BLOCK_N

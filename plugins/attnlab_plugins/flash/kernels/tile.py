@@ -149,7 +149,7 @@ def scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, h
 
 @triton.jit
 def row_rules(rows, b, Lq, low, high, marks, how: tl.constexpr):
-    """(least, greatest, segment): positions that each row sees, and its segment; `rows` itself for a rule that is not asked."""
+    """(least, greatest, segment): positions that each row sees, and its segment; `rows` itself for a rule that the call does not have."""
     least = rows
     greatest = rows
     segment = rows
@@ -192,19 +192,19 @@ def visible(
     allowed_strides,
     how: tl.constexpr,
 ):
-    """Who sees whom in a tile, bool. least, greatest, segment are `row_rules`'; low and high say which of them are asked."""
-    seen = cols < Lk
+    """The visible pairs of a tile, bool. least, greatest, segment are `row_rules`'; low and high say which of them apply."""
+    pairs = cols < Lk
     position = cols
     if marks.key_positions is not None:
         position = tl.load(marks.key_positions + b * Lk + cols, mask=cols < Lk, other=0)
     if high is not None:
-        seen = seen & (position <= greatest)
+        pairs = pairs & (position <= greatest)
     if low is not None:
-        seen = seen & (position >= least)
+        pairs = pairs & (position >= least)
     if marks.query_segments is not None:
-        seen = seen & (tl.load(marks.key_segments + b * Lk + cols, mask=cols < Lk, other=-1) == segment)
+        pairs = pairs & (tl.load(marks.key_segments + b * Lk + cols, mask=cols < Lk, other=-1) == segment)
     if marks.key_present is not None:
-        seen = seen & (tl.load(marks.key_present + b * Lk + cols, mask=cols < Lk, other=0) != 0)
+        pairs = pairs & (tl.load(marks.key_present + b * Lk + cols, mask=cols < Lk, other=0) != 0)
     if extras.allowed is not None:
         allowed = load_pairs(
             extras.allowed,
@@ -221,8 +221,8 @@ def visible(
             how.ALLOWED_PER_KEY,
             how,
         )
-        seen = seen & (allowed != 0)
-    return seen
+        pairs = pairs & (allowed != 0)
+    return pairs
 
 
 @triton.jit
