@@ -108,7 +108,7 @@ def tiled_attention(
     """Softmax attention of `scoring` over `query [B, Hq, Lq, *]`, `key [B, H, Lk, *]`, `value [B, Hkv, Lk, Dv]`.
 
     A query that sees nothing gives out 0, weights 0, lse -inf and zero gradient. Weights are before dropout; asking for them
-    takes the one-tile path, whose memory is theirs, and gives them in the values' dtype, 0 in the rows of absent queries, with columns of 0
+    takes the one-tile path, whose memory is theirs, and gives them in the values' dtype, 0 in the rows of padded queries, with columns of 0
     for the `forgotten` keys that the call was not handed. lse is None without need_lse. The other results are in
     `accumulation_dtype`; the caller casts.
     """
@@ -313,8 +313,8 @@ class _Job:
         """
         if self.returned is None:
             return w, w
-        absent = self.visibility.query_present
-        weights = w if absent is None else w.masked_fill(~absent[:, None, :, None], 0)
+        present = self.visibility.query_present
+        weights = w if present is None else w.masked_fill(~present[:, None, :, None], 0)
         precise, forgotten = weights, self.returned.forgotten
         if forgotten is not None:
             weights = forgotten.placed(weights)

@@ -55,7 +55,7 @@ class _ByFla(FastWeightsAttention):
     """What the four share: `scan` by a kernel of fla's, chunk by chunk, or token by token for few that need no gradient."""
 
     def __init__(self, **arguments: Any) -> None:
-        _ops(self.name)  # told now, and not at the first call
+        _ops(self.name)  # raises now rather than at the first call
         super().__init__(**arguments)
 
     def token_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -38,7 +38,7 @@ class FastWeightsAttention(RecurrentAttention):
     def without_absent(
         self, key: Tensor, value: Tensor, gates: Mapping[str, Tensor], present: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """`(key, value, beta, log_decay)` of `scan`'s tokens, where an absent one writes nothing and nothing fades at it."""
+        """`(key, value, beta, log_decay)` of `scan`'s tokens, where a padded one writes nothing and nothing fades at it."""
         beta, decay = gates.get("beta"), self.log_decay(gates, key)
         if present is not None:
             gone = ~present[:, None, :]
