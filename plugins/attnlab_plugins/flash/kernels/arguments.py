@@ -24,10 +24,12 @@ class Marks(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Tensors over pairs, whose strides are arguments of their own, and the seed of dropout, int64 `[1]`."""
+    """Tensors over pairs with their strides, and the seed of dropout, int64 `[1]`."""
 
     bias: Any
+    bias_strides: Any
     allowed: Any
+    allowed_strides: Any
     seeds: Any
 
 
