@@ -12,7 +12,7 @@ from attnlab import ScoreAttention
 class ChunkedAttention(ScoreAttention):
     """`out_i = sum_j softmax_j(q_i . k_j / sqrt(Dk)) v_j`, Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory".
 
-    The dot product on the tiled engine alone: plain torch on any device, whatever is asked; forward one pass of online softmax,
+    The dot product on the tiled engine alone: plain torch on any device, for every request; forward one pass of online softmax,
     backward by recomputed chunks. NaN and Inf stay with the rows that see them. `dot_product` is faster where torch's fused
     function serves the request. Parameter-free.
     """

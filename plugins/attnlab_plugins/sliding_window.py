@@ -75,21 +75,23 @@ class SlidingWindowAttention(ScoreAttention):
         return result._replace(state=state)
 
     def _leading(self, call: Call) -> Tensor | None:
-        """With how many absent tokens each row begins, where that moves its sink tokens."""
+        """The number of padded tokens at the start of each item, where that moves its sink tokens."""
         return None if not self.sink_tokens or call.visibility is None else call.visibility.leading
 
     def extended(self, key: Tensor, value: Tensor, call: Call, **further: Any) -> tuple[Tensor, Tensor, WindowState]:
-        """As ever, without what no query from here on can see; nothing is forgotten where queries do not continue from the state."""
-        state, visible = call.state, call.visibility
+        """The keys and values with those of the state; the state drops what no later query can see, if queries continue from it."""
+        state, visibility = call.state, call.visibility
         assert isinstance(state, WindowState)
-        assert visible is not None
+        assert visibility is not None
         if not self._made(state):
             raise InvalidInput(
                 f"{self.name}: the state was made for left={state.left}, sink_tokens={state.sink_tokens} and this variant has "
                 f"left={self.left}, sink_tokens={self.sink_tokens}; use its own init_state"
             )
         continues = (
-            visible.query_segments is None and isinstance(visible.offset, int) and visible.offset >= state.length
+            visibility.query_segments is None
+            and isinstance(visibility.offset, int)
+            and visibility.offset >= state.length
         )
         if state.evicted and not continues:
             raise UnsupportedRequest(

@@ -48,7 +48,7 @@ def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         query, key, v = query.to(wide), key.to(wide), v.to(wide)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or v.requires_grad):
-        # A view, as the backward can ask of no leaf whether its gradient is wanted.
+        # A view, as the backward cannot query a leaf about its gradient.
         scores: Tensor = _Scores.apply(query, key, v.view_as(v))  # type: ignore[no-untyped-call]
         return scores
     made: Tensor = _engine(query, key, v).forward(query, key, v)
@@ -91,21 +91,21 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, v = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # gradients of these gradients are wanted
+        again = torch.is_grad_enabled()  # second-order gradients
         if again or not are_plain(grad):  # or a batch of gradients came
             with torch.enable_grad():
                 scores = _as_written(query, key, v)
-            selection = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
-            result = iter(torch.autograd.grad(scores, selection, grad, create_graph=again))
-            return tuple(next(result) if n else None for n in ctx.needs_input_grad)
+            targets = [x for x, n in zip((query, key, v), ctx.needs_input_grad, strict=True) if n]
+            gradients = iter(torch.autograd.grad(scores, targets, grad, create_graph=again))
+            return tuple(next(gradients) if n else None for n in ctx.needs_input_grad)
         # autograd.grad may ask for less than what needs a gradient.
         node = ctx.next_functions[2][0]
-        v_asked = node is not None and torch._C._will_engine_execute_node(node)
-        return _gradients(grad, query, key, v, v_asked)
+        needs_v = node is not None and torch._C._will_engine_execute_node(node)
+        return _gradients(grad, query, key, v, needs_v)
 
 
 @in_own_precision
-def _gradients(grad: Tensor, query: Tensor, key: Tensor, v: Tensor, v_asked: bool) -> tuple[Tensor | None, ...]:
+def _gradients(grad: Tensor, query: Tensor, key: Tensor, v: Tensor, needs_v: bool) -> tuple[Tensor | None, ...]:
     if _by_kernels(query, key, v):
         return additive_triton.backward(grad, query, key, v)
-    return additive_cpu.backward(grad, query, key, v, v_asked)
+    return additive_cpu.backward(grad, query, key, v, needs_v)

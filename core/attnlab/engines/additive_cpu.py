@@ -46,9 +46,9 @@ def forward(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
 
 
 def backward(
-    grad: Tensor, query: Tensor, key: Tensor, v: Tensor, v_asked: bool = True
+    grad: Tensor, query: Tensor, key: Tensor, v: Tensor, needs_v: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key and v for `grad [B, H, tq, tk]` of the scores; v's, which is a sum of its own, where it is asked."""
+    """Gradients of query, key and v for `grad [B, H, tq, tk]` of the scores; v's, which is a sum of its own, only where it is needed."""
     q, k, w = _flat(query, key, v)
     g = grad.reshape(q.shape[0], q.shape[1], k.shape[1])
     of_query, of_key, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)
@@ -63,9 +63,9 @@ def backward(
         tiles = _beside(g[:step], channels)
         for n in range(0, q.shape[0], step):
             at = slice(n, n + step)
-            one = (g[at], q[at], k[at], w[at], tiles, v_asked)
+            one = (g[at], q[at], k[at], w[at], tiles, needs_v)
             of_query[at], of_key[at], of_v[at] = by_channel(*one)
-    return (of_query.view(query.shape), of_key.view(key.shape), of_v.view(-1, *v.shape).sum(0) if v_asked else None)
+    return (of_query.view(query.shape), of_key.view(key.shape), of_v.view(-1, *v.shape).sum(0) if needs_v else None)
 
 
 def _flat(query: Tensor, key: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,9 +150,9 @@ def _channels(x: Tensor) -> Tensor:
 
 
 def _by_channel_backward(
-    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, v_asked: bool
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, needs_v: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[h, tq, A]`, `[h, tk, A]` and `[h, A]`, zeros where it is not asked, for `g [h, tq, tk]`; `tiles` are for its use."""
+    """`[h, tq, A]`, `[h, tk, A]` and `[h, A]`, zeros where it is not needed, for `g [h, tq, tk]`; `tiles` are for its use."""
     heads, tq, tk = g.shape
     u, e = _channels(torch.exp(-2 * q)), _channels(torch.exp(2 * k))  # [A, h, tq] and [A, h, tk]
     t_one, t_e, u_t = torch.empty_like(u), torch.empty_like(u), torch.empty_like(e)
@@ -169,26 +169,26 @@ def _by_channel_backward(
         torch.div(g, by_head, out=by_head)
         torch.bmm(row_d, t, out=u_t_d)
         torch.bmm(column_d, t_turned, out=t_e_d)  # t e as a column takes ten times as long
-        if v_asked:
+        if needs_v:
             torch.sum(t, 2, out=t_one_d)
     t_e *= u
     of_v = torch.zeros_like(w)
-    if v_asked:
+    if needs_v:
         of_v = g.sum((1, 2))[:, None] - 2 * torch.addcmul(t_e, t_one, u.square()).sum(2).T
     lead = 4 * w.T[..., None]
     return (lead * t_e).permute(1, 2, 0), (lead * e * u_t).permute(1, 2, 0), of_v
 
 
 def _by_channel_backward_far(
-    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, v_asked: bool
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tiles: Tensor, needs_v: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = [_of_head_far(*one, tiles[0], v_asked) for one in zip(g, q, k, w, strict=True)]
-    of_query, of_key, of_v = (torch.stack(x) for x in zip(*results, strict=True))
+    gradients = [_of_head_far(*one, tiles[0], needs_v) for one in zip(g, q, k, w, strict=True)]
+    of_query, of_key, of_v = (torch.stack(x) for x in zip(*gradients, strict=True))
     return of_query, of_key, of_v
 
 
 def _of_head_far(
-    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tile: Tensor, v_asked: bool
+    g: Tensor, q: Tensor, k: Tensor, w: Tensor, tile: Tensor, needs_v: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     by_row, by_key = q.new_empty(w.shape[0], len(q)), k.new_empty(w.shape[0], len(k))
     of_v = q.new_zeros(w.shape[0], len(q), 1, 1)
@@ -197,7 +197,7 @@ def _of_head_far(
     rows_of_tile = tile[:, None].transpose(1, 2)  # [tq, tk, 1]
     for d, (q_d, k_d) in enumerate(zip(q.T[:, :, None], k.T.contiguous()[:, None], strict=True)):
         torch.add(q_d, k_d, out=tile).tanh_()
-        if v_asked:
+        if needs_v:
             torch.bmm(g[:, None], rows_of_tile, out=of_v[d])
         torch.ops.aten.tanh_backward(g, tile, grad_input=tile)
         torch.sum(tile, 1, out=by_row[d])

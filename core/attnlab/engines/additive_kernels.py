@@ -160,7 +160,7 @@ def gradient_kernel(
     """grad_mine, contiguous float32 [B, H, length, A]: v_d sum_j g_ij 4 y z for a block of rows i and GROUP channels d.
 
     Queries are "mine" and keys "theirs", or the other way round: the derivative is the same. grad [B, H, length, others] comes
-    with its strides, along mine before along theirs. grad_v, contiguous float32 [B, H, blocks, A], is given where queries are
+    with its strides, along mine before along theirs. grad_v, contiguous float32 [B, H, blocks, A], is an argument where queries are
     mine: sum_ij g_ij tanh over the block. mine, theirs and the marks are `prepare_kernel`'s for blocks of BLOCK_M and BLOCK_N.
     Grid (B H blocks groups,), groups of channels beside each other.
     """

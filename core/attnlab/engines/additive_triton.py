@@ -1,4 +1,4 @@
-"""The additive score of a tile by Triton kernels: what they are given, forward and backward. Needs torch, and triton when called.
+"""The additive score of a tile by Triton kernels: their arguments, forward and backward. Needs torch, and triton when called.
 
 Nothing here reads the value of a tensor. Backward keeps the inputs alone and prepares them again.
 """

@@ -34,7 +34,7 @@ WORTHWHILE_PAIRS = 1 << 18
 class Band(NamedTuple):
     """Where the band lies: query i stands at `i + offset` and sees keys from `- left` to `+ right` of that, and sink tokens.
 
-    padded: whether rows may begin with absent keys, behind which their sink tokens stand.
+    padded: whether items may begin with padded keys, behind which their sink tokens stand.
     """
 
     left: int
@@ -45,7 +45,7 @@ class Band(NamedTuple):
 
 
 def band_of(call: Call, query: Tensor, key: Tensor) -> Band | None:
-    """The band of a request whose only rules are a window on both sides and absent keys; None where it asks for more.
+    """The band of a request whose only rules are a window on both sides and padded keys; None for any further rule.
 
     None as well where torch's function is quicker (short inputs), and under torch.compile.
     """

@@ -8,8 +8,8 @@ Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Se
 Delta Networks", section 3.3. Every exponent is a sum of g between two tokens, so 0 or less: nothing overflows.
 
 On CUDA Triton kernels do it in float32 where g is one number a token or none, see `recurrence_triton`. No GPU has run those.
-The loop over chunks would tie a graph to their number: under `torch.compile` the whole is one operator, whose backward
-computes the forward again, and `torch.export` gets torch's own operator for loops.
+The loop over chunks would tie a graph to their number: under `torch.compile` the whole is one operator, which runs what eager mode runs
+and computes the forward again in its backward; `torch.export` gets torch's own operator for loops.
 
 Notation: X heads of all items; G query heads a key head; N chunks of C tokens; D key, E value width.
 """
@@ -66,13 +66,14 @@ def chunked_recurrence(
     and keep the inputs, and u where writing corrects; a gradient of their gradient is that of the form in torch.
     """
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        return _as_operator(memory, query, key, value, beta, log_decay, corrects)
+        out, last = _operator(memory, query, key, value, beta, log_decay, corrects)
+        return (None if query is None else out), last
     if served_by_kernels(memory, query, key, value, beta, log_decay=log_decay):
         if corrects:
             beta = torch.ones_like(key[..., 0]) if beta is None else beta
         elif beta is not None:
             value, beta = value * beta[..., None], None
-        return _served(memory, query, key, value, beta, log_decay)
+        return _by_kernels(memory, query, key, value, beta, log_decay)
     return _by_torch(memory, query, key, value, beta, log_decay, corrects, chunk, recording)
 
 
@@ -88,15 +89,12 @@ def served_by_kernels(memory: Tensor, *others: Tensor | None, log_decay: Tensor 
     )
 
 
-def _served(
-    memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, beta: Tensor | None, log_decay: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """beta is None where nothing corrects."""
-    inputs = (memory, query, key, value, beta, log_decay)
+def _by_kernels(*inputs: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """The results for memory, query, key, value, beta and log_decay; beta is None where nothing corrects."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        made: tuple[Tensor | None, Tensor] = _Recurrence.apply(*inputs)  # type: ignore[no-untyped-call]
-        return made
-    out, last, _ = recurrence_triton.forward(*inputs)
+        results: tuple[Tensor | None, Tensor] = _Recurrence.apply(*inputs)  # type: ignore[no-untyped-call]
+        return results
+    out, last, _ = recurrence_triton.forward(*inputs)  # type: ignore[arg-type]
     return out, last
 
 
@@ -113,26 +111,25 @@ class _Recurrence(torch.autograd.Function):
         memory, query, key, value, beta, log_decay, updates = ctx.saved_tensors
         inputs = (memory, query, key, value, beta, log_decay)
         needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # gradients of these gradients are wanted
+        if torch.is_grad_enabled():  # second-order gradients
             results = _by_torch(*inputs, beta is not None, CHUNK, True)
-            selection = [x for x, n in zip(inputs, needed, strict=True) if n]
-            made = _gradients_of(results, selection, (grad_out, grad_last))
-            return tuple(next(made) if n else None for n in needed)
+            targets = [x for x, n in zip(inputs, needed, strict=True) if n]
+            of_targets = _gradients_of(results, targets, (grad_out, grad_last))
+            return tuple(next(of_targets) if n else None for n in needed)
         if grad_out is None and grad_last is None:
             return (None,) * len(needed)
-        result = recurrence_triton.backward(grad_out, grad_last, *inputs, updates)
-        return tuple(g if n else None for g, n in zip(result, needed, strict=True))
+        gradients = recurrence_triton.backward(grad_out, grad_last, *inputs, updates)
+        return tuple(g if n else None for g, n in zip(gradients, needed, strict=True))
 
 
 def _gradients_of(
-    results: tuple[Tensor | None, ...], selection: list[Tensor], grads: tuple[Tensor | None, ...]
+    results: tuple[Tensor | None, ...], targets: list[Tensor], grads: tuple[Tensor | None, ...]
 ) -> Iterator[Tensor | None]:
-    pairs = [(x, g) for x, g in zip(results, grads, strict=True) if g is not None and x is not None]
-    pairs = [(x, g) for x, g in pairs if x.requires_grad]
+    pairs = [(x, g) for x, g in zip(results, grads, strict=True) if g is not None and x is not None and x.requires_grad]
     if not pairs:
-        return iter([None] * len(selection))
-    outputs, to_them = zip(*pairs, strict=True)
-    return iter(torch.autograd.grad(outputs, selection, to_them, create_graph=True, allow_unused=True))
+        return iter([None] * len(targets))
+    outputs, of_outputs = zip(*pairs, strict=True)
+    return iter(torch.autograd.grad(outputs, targets, of_outputs, create_graph=True, allow_unused=True))
 
 
 def _by_torch(
@@ -165,14 +162,14 @@ def _by_torch(
 
 
 def _block(state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording: bool) -> tuple[Tensor | None, Tensor]:
-    """The same for `state [X, D, E]` and few tokens, all chunks of which go at once, but for what one state hands the next."""
+    """`_by_torch` for `state [X, D, E]` and a block of tokens: all chunks at once, except for the states between them."""
     length = tokens.key.shape[1]
     n, c = chunks_of(length, chunk)
     query = None if tokens.query is None else in_chunks(tokens.query, 2, n, c).transpose(1, 2)  # [X, N, G, C, D]
     key, value = in_chunks(tokens.key, 1, n, c), in_chunks(tokens.value, 1, n, c)  # [X, N, C, *]
     beta, g = (None if x is None else in_chunks(x, 1, n, c) for x in (tokens.beta, tokens.log_decay))
     decays = decays_of(g, key.dtype, recording)
-    request = decays.since_start(key)  # [X, N, C, D]: what a key reads of the state before its chunk
+    readers = decays.since_start(key)  # [X, N, C, D]: what a key reads of the state before its chunk
     if corrects:
         inside = decays.products(key[:, :, None], key, -1)[:, :, 0]  # [X, N, C, C]
         rates = torch.ones_like(key[..., 0]) if beta is None else beta
@@ -180,11 +177,11 @@ def _block(state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording
         solved = torch.linalg.solve_triangular(
             inside * rates[..., None], torch.diag_embed(rates), upper=False, unitriangular=True
         )
-        request, written = solved @ request, solved @ value
+        readers, written = solved @ readers, solved @ value
     else:
         written = value if beta is None else value * beta[..., None]  # [X, N, C, E]
-    kept = decays.until_end(key).transpose(-1, -2)  # [X, N, D, C]
-    state, before, updated = _carried(state, request if corrects else None, written, kept, decays.over_chunks())
+    writers = decays.until_end(key).transpose(-1, -2)  # [X, N, D, C]
+    state, before, updated = _carried(state, readers if corrects else None, written, writers, decays.over_chunks())
     if query is None:
         return None, state
     out = decays.since_start(query) @ before[:, :, None]
@@ -193,18 +190,18 @@ def _block(state: Tensor, tokens: _Tokens, corrects: bool, chunk: int, recording
 
 
 def _carried(
-    state: Tensor, reads: Tensor | None, written: Tensor, kept: Tensor, faded: Tensor | None
+    state: Tensor, readers: Tensor | None, written: Tensor, writers: Tensor, faded: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From chunk to chunk: the last state `[X, D, E]`, those before each chunk `[X, N, D, E]`, and each chunk's u `[X, N, C, E]`."""
 
     def step(state: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The state after a chunk, and u."""
-        kept, update, *others = parts
-        if reads is not None:
+        writers, update, *others = parts
+        if readers is not None:
             update = torch.baddbmm(update, others[0], state, alpha=-1)
-        return torch.baddbmm(state if faded is None else state * others[-1], kept, update), update
+        return torch.baddbmm(state if faded is None else state * others[-1], writers, update), update
 
-    parts = [x for x in (kept, written, reads, faded) if x is not None]
+    parts = [x for x in (writers, written, readers, faded) if x is not None]
     if torch.compiler.is_exporting():
         from torch._higher_order_ops.scan import scan
 
@@ -219,24 +216,7 @@ def _carried(
         states.append(state)
         state, update = step(state, [x[:, i] for x in parts])
         updates.append(update)
-    return state, torch.stack(states, 1), written if reads is None else torch.stack(updates, 1)
-
-
-# -- one operator of a graph of torch.compile: it runs what eager mode runs, Triton kernels included ------------------
-
-
-def _as_operator(
-    memory: Tensor,
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    corrects: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """`chunked_recurrence` of these."""
-    out, last = _forward_operator(memory, query, key, value, beta, log_decay, corrects)
-    return (None if query is None else out), last
+    return state, torch.stack(states, 1), written if readers is None else torch.stack(updates, 1)
 
 
 @torch.library.custom_op(
@@ -244,21 +224,15 @@ def _as_operator(
     mutates_args=(),
     schema="(Tensor memory, Tensor? query, Tensor key, Tensor value, Tensor? beta, Tensor? log_decay, bool corrects) -> (Tensor, Tensor)",
 )
-def _forward_operator(
-    memory: Tensor,
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    corrects: bool,
-) -> tuple[Tensor, Tensor]:
-    out, last = chunked_recurrence(memory, query, key, value, beta=beta, log_decay=log_decay, corrects=corrects)
+def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """`chunked_recurrence` as one operator of a graph, which therefore serves every length; out is empty without a query."""
+    *inputs, beta, log_decay, corrects = arguments
+    out, last = chunked_recurrence(*inputs, beta=beta, log_decay=log_decay, corrects=corrects)
     # An operator's results are no views of its inputs.
-    return (value.new_empty(0) if out is None else out.contiguous()), last.clone()
+    return (inputs[3].new_empty(0) if out is None else out.contiguous()), last.clone()
 
 
-@_forward_operator.register_fake
+@_operator.register_fake
 def _(memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out = value.new_empty(0) if query is None else value.new_empty(*query.shape[:4], value.shape[3])
     return out, torch.empty_like(memory, memory_format=torch.contiguous_format)
@@ -270,36 +244,22 @@ def _(memory: Tensor, query: Tensor | None, key: Tensor, value: Tensor, *others:
     schema="(Tensor? of_out, Tensor of_last, Tensor memory, Tensor? query, Tensor key, Tensor value, Tensor? beta, Tensor? log_decay,"
     " bool corrects) -> Tensor[]",
 )
-def _backward_operator(
-    of_out: Tensor | None,
-    of_last: Tensor,
-    memory: Tensor,
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    corrects: bool,
-) -> list[Tensor]:
-    inputs = (memory, query, key, value, beta, log_decay)
-    there = [x for x in inputs if x is not None]
+def _operator_backward(of_out: Tensor | None, of_last: Tensor, *arguments: Any) -> list[Tensor]:
+    *inputs, corrects = arguments
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         left = iter(tensors)
-        m, q, k, v, b, g = (None if x is None else next(left) for x in inputs)
-        assert m is not None
-        assert k is not None
-        assert v is not None
-        out, last = chunked_recurrence(m, q, k, v, beta=b, log_decay=g, corrects=corrects)
+        *first, beta, log_decay = (None if x is None else next(left) for x in inputs)
+        out, last = chunked_recurrence(*first, beta=beta, log_decay=log_decay, corrects=corrects)  # type: ignore[arg-type]
         return (last,) if out is None else (last, out)
 
-    # Below autograd, as an operator is, this is what differentiates.
-    _, pull = torch.func.vjp(run, *there)  # type: ignore[misc] # two results without has_aux
+    # Operators run below autograd, where torch.func still differentiates.
+    _, pull = torch.func.vjp(run, *(x for x in inputs if x is not None))  # type: ignore[misc] # two results without has_aux
     gradients = pull((of_last,) if of_out is None else (of_last, of_out))
     return [x.contiguous().clone() for x in gradients]
 
 
-@_backward_operator.register_fake
+@_operator_backward.register_fake
 def _(of_out: Tensor | None, of_last: Tensor, *inputs: Any) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if isinstance(x, Tensor)]
 
@@ -311,8 +271,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _operator_gradients(ctx: Any, of_out: Tensor, of_last: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    made = iter(_backward_operator(None if tensors[1] is None else of_out, of_last, *tensors, ctx.corrects))
-    return (*(None if x is None else next(made) for x in tensors), None)
+    gradients = iter(_operator_backward(None if tensors[1] is None else of_out, of_last, *tensors, ctx.corrects))
+    return (*(None if x is None else next(gradients) for x in tensors), None)
 
 
-_forward_operator.register_autograd(_operator_gradients, setup_context=_save)
+_operator.register_autograd(_operator_gradients, setup_context=_save)

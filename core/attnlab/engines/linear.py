@@ -50,8 +50,8 @@ def align_to_queries(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Keys moved so that query i sees keys 0..i: `(key', value', S0, z0)`, both `[B, Hkv, Lq, *]`.
 
-    Query i stands at `i + offset`. Keys before position `offset` are seen by all queries and go into the initial sums
-    (added to `kv`, `z` where given); keys past the last query are seen by none. Absent keys hold zero features.
+    Query i stands at `i + offset`. Keys before position `offset` are visible to all queries and go into the initial sums
+    (added to `kv`, `z` unless None); keys past the last query are visible to none. Padded keys hold zero features.
     """
     lk = key.shape[2]
     if not isinstance(offset, Tensor):  # an int, or a symbolic one while torch.export traces

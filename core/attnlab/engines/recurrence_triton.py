@@ -1,4 +1,4 @@
-"""Fast-weight recurrences by Triton kernels: what they are given, forward and backward. Needs torch, and triton when called.
+"""Fast-weight recurrences by Triton kernels: their arguments, forward and backward. Needs torch, and triton when called.
 
 Nothing here reads the value of a tensor. Backward keeps the inputs and what corrections wrote, and walks the tokens again.
 
@@ -91,14 +91,14 @@ def backward(
     """
     fixed = _fixed(key, beta, log_decay)
     known = _Fixed(fixed.totals)  # of walks that are told u
-    request = query if grad_out is not None else None
+    queries = query if grad_out is not None else None
     written = value if updates is None else updates
     of_update, of_memory = _made(*value.shape, like=value), _made(*memory.shape, like=memory)
-    _backward_walk(grad_last, key, request, grad_out, fixed, of_update, of_memory)  # d, or dv where u is v
-    readers, grads = request, grad_out
+    _backward_walk(grad_last, key, queries, grad_out, fixed, of_update, of_memory)  # d, or dv where u is v
+    readers, grads = queries, grad_out
     if beta is not None:
         rates = beta[..., None].float()
-        readers, grads = _joined(request, -rates * key), _joined(grad_out, of_update)
+        readers, grads = _joined(queries, -rates * key), _joined(grad_out, of_update)
     of_key = _made(*key.shape, like=key)
     turned = None if grad_last is None else grad_last.transpose(2, 3)
     _backward_walk(turned, written, grads, readers, known, of_key, None, own=False)
@@ -110,10 +110,10 @@ def backward(
         _forward_walk(memory.transpose(2, 3), grads, written, key, known, of_readers, None, own=False)
         if fading is not None:
             fading = fading - _inner(readers, of_readers).sum(2)
-        if request is not None and grad_out is not None:
+        if queries is not None and grad_out is not None:
             own = (grad_out * written.float()[:, :, None]).sum(-1, keepdim=True)  # [B, H, G, L, 1]
-            of_query = of_readers[:, :, : request.shape[2]] + own * key[:, :, None]
-            of_key = of_key + (own * request).sum(2)
+            of_query = of_readers[:, :, : queries.shape[2]] + own * key[:, :, None]
+            of_key = of_key + (own * queries).sum(2)
         if beta is not None:
             of_correction = of_readers[:, :, -1]
             of_beta = (_inner(of_update, value) - _inner(key, of_correction)).to(beta.dtype)
@@ -197,7 +197,7 @@ def _backward_walk(
     first: Tensor | None,
     own: bool = True,
 ) -> None:
-    """`backward_kernel`, for out `[B, H, L, E]` and first `[B, H, D, E]`; key and value None where no query asked."""
+    """`backward_kernel`, for out `[B, H, L, E]` and first `[B, H, D, E]`; key and value None where nothing reads."""
     from attnlab.engines.recurrence_kernels import backward_kernel
 
     batch, heads, length, rows = query.shape

@@ -30,7 +30,7 @@ def scan_recurrence(
     """Feed tokens in order: `([read(S_t, q_t) for each t], S_L)`; query None reads nothing.
 
     key, value `[B, Hkv, L, *]`; query `[B, Hkv, G, L, Dq]`; gates `[B, Hkv, L]` or `[B, Hkv, L, Dk]`; present bool `[B, L]`
-    or None: an absent token leaves the memory as it was. While autograd records, segments are recomputed in backward.
+    or None: a padded token leaves the memory as it was. While autograd records, segments are recomputed in backward.
     """
     length = key.shape[2]
 

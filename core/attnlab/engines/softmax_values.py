@@ -56,7 +56,7 @@ def _of_scores(of_out: Tensor | None, of_weights: Tensor | None, weights: Tensor
         inner = _product(of_out, value.transpose(-1, -2))
         inner = inner if of_weights is None else inner + of_weights
     assert inner is not None
-    if torch.is_grad_enabled():  # gradients of these gradients are wanted
+    if torch.is_grad_enabled():  # second-order gradients
         return weights * (inner - (inner * weights).sum(-1, keepdim=True))
     # torch writes to `grad_input` as if it were contiguous; of_weights alone is the caller's.
     mine = of_out is not None and are_plain(inner, weights) and inner.is_contiguous()

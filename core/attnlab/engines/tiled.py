@@ -108,7 +108,7 @@ def tiled_attention(
     """Softmax attention of `scoring` over `query [B, Hq, Lq, *]`, `key [B, H, Lk, *]`, `value [B, Hkv, Lk, Dv]`.
 
     A query that sees nothing gives out 0, weights 0, lse -inf and zero gradient. Weights are before dropout; asking for them
-    takes the one-tile path, whose memory is theirs, and gives them in the values' dtype, 0 in the rows of absent queries, with columns of 0
+    takes the one-tile path, whose memory is theirs, and gives them in the values' dtype, 0 in the rows of padded queries, with columns of 0
     for the `forgotten` keys that the call was not handed. lse is None without need_lse. The other results are in
     `accumulation_dtype`; the caller casts.
     """
@@ -138,7 +138,7 @@ class _Job:
         self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, visibility: Visibility, need_lse: bool
     ) -> None:
         self.need_lse = need_lse
-        self.returned: Returned | None = None  # where weights are wanted
+        self.returned: Returned | None = None  # for the weights
         self.query, self.key, self.value, self.how, self.visibility = query, key, value, scoring, visibility
         self.heads = query.shape[1]
         self.dtype = accumulation_dtype(value.dtype)
@@ -146,12 +146,12 @@ class _Job:
 
     def scores(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         """Scores of a tile up to and including hiding, `[B, Hq, tq, tk]` in the accumulation dtype."""
-        how, observed = self.how, self.visibility
+        how, visibility = self.how, self.visibility
         query = self.query[:, :, q0:q1]
         key = expand_heads(self.key[:, :, k0:k1], self.heads)
         at = {
-            "query_positions": observed.unpadded_query_positions[..., q0:q1],
-            "key_positions": observed.unpadded_key_positions[..., k0:k1],
+            "query_positions": visibility.unpadded_query_positions[..., q0:q1],
+            "key_positions": visibility.unpadded_key_positions[..., k0:k1],
         }
         if self.apart:
             with torch.no_grad():
@@ -165,14 +165,14 @@ class _Job:
             s = s * how.scale
         if how.softcap is not None:
             s = how.softcap * torch.tanh(s / how.softcap)
-        visible = observed.tile(q0, q1, k0, k1)
+        visible = visibility.tile(q0, q1, k0, k1)
         if how.visible is not None:
             own = how.visible(query, **at)
             visible = own if visible is None else visible & own
         if how.score_mod is not None:
             # What a hidden pair scores must not matter, nor what score_mod's derivative is there.
             s = s if visible is None else s.masked_fill(~visible, 0)
-            s = _modified(how.score_mod, s, observed.indices(q0, q1, k0, k1))
+            s = _modified(how.score_mod, s, visibility.indices(q0, q1, k0, k1))
         if how.bias is not None:
             s = s + _part(_part(how.bias, 2, q0, q1), 3, k0, k1).to(self.dtype)
         return s if visible is None else s.masked_fill(~visible, -torch.inf)
@@ -194,7 +194,7 @@ class _Job:
             lse = torch.logsumexp(s, -1) if self.need_lse else None
             return self._mixed(self._dropped(used), s, k0, k1), weights, lse
         peak = s.detach().amax(-1, keepdim=True)  # [B, H, Lq, 1]
-        alive = peak != -torch.inf  # a NaN lives on: it was seen
+        alive = peak != -torch.inf  # a NaN lives on: it was visible
         m = self._with_sinks(peak)
         p = torch.exp(s - m)
         z = self._sum_with_sinks(p.sum(-1, keepdim=True), m)
@@ -313,8 +313,8 @@ class _Job:
         """
         if self.returned is None:
             return w, w
-        absent = self.visibility.query_present
-        weights = w if absent is None else w.masked_fill(~absent[:, None, :, None], 0)
+        present = self.visibility.query_present
+        weights = w if present is None else w.masked_fill(~present[:, None, :, None], 0)
         precise, forgotten = weights, self.returned.forgotten
         if forgotten is not None:
             weights = forgotten.placed(weights)

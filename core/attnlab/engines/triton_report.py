@@ -100,22 +100,22 @@ def recurrence_call(
     dtype: torch.dtype,
     width: int,
     fades: bool = True,
-    queries: bool = True,
+    reads: bool = True,
     corrects: bool = False,
     normalised: bool = False,
 ) -> None:
-    """Fast weights of that width, two query heads to each key head if there are queries, and their gradients.
+    """Fast weights of that width, two query heads to each key head unless nothing reads, and their gradients.
 
     A normaliser is one more column, but for the widest.
     """
     columns = min(width + normalised, recurrence_triton.WIDEST)
-    query, grad = (torch.empty(2, 2, 2, 250, n, dtype=dtype) if queries else None for n in (width, columns))
+    query, grad = (torch.empty(2, 2, 2, 250, n, dtype=dtype) if reads else None for n in (width, columns))
     key, value = (torch.empty(2, 2, 250, n, dtype=dtype) for n in (width, columns))
     memory = torch.empty(2, 2, width, columns)
     beta, log_decay = (torch.empty(2, 2, 250, dtype=dtype) if there else None for there in (corrects, fades))
     inputs = (memory, query, key, value, beta, log_decay)
-    made = recurrence_triton.forward(*inputs)
-    recurrence_triton.backward(grad, made.last, *inputs, made.updates)
+    results = recurrence_triton.forward(*inputs)
+    recurrence_triton.backward(grad, results.last, *inputs, results.updates)
 
 
 CALLS = {
@@ -123,10 +123,10 @@ CALLS = {
     "recurrence": CompiledCall(recurrence_call),
     "recurrence sums": CompiledCall(partial(recurrence_call, fades=False)),
     "recurrence normalised": CompiledCall(partial(recurrence_call, fades=False, normalised=True)),
-    "recurrence state": CompiledCall(partial(recurrence_call, queries=False)),
+    "recurrence state": CompiledCall(partial(recurrence_call, reads=False)),
     "correction": CompiledCall(partial(recurrence_call, corrects=True)),
     "correction alone": CompiledCall(partial(recurrence_call, fades=False, corrects=True)),
-    "correction state": CompiledCall(partial(recurrence_call, queries=False, corrects=True)),
+    "correction state": CompiledCall(partial(recurrence_call, reads=False, corrects=True)),
 }
 """Of the engines in this package."""
 USUAL = ("additive", "recurrence", "correction")
@@ -181,10 +181,10 @@ def _machine_code(kernel: Any) -> tuple[int, int, int, int]:
             file.write(kernel.asm["cubin"])
         usage = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
         code = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
-    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout)
-    assert match is not None, usage.stdout
+    usage_match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout)
+    assert usage_match is not None, usage.stdout
     spills = len(re.findall(r"\bSTL\b", code.stdout))
-    return int(match[1]), int(match[2]) + int(match[3]), spills, code.stdout.count("HGMMA")
+    return int(usage_match[1]), int(usage_match[2]) + int(usage_match[3]), spills, code.stdout.count("HGMMA")
 
 
 def report(rows: list[Row]) -> str:
@@ -242,7 +242,7 @@ def kernels_report(
     parser.add_argument("--call", nargs="+", choices=list(calls), default=list(usual), help="kinds of calls")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
-    request = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
         print(
             "kernels_report: TRITON_INTERPRET is set, and interpreted kernels compile to nothing; unset it",
@@ -250,19 +250,19 @@ def kernels_report(
         )
         return 2
     work = [
-        (a, d, w, c, calls[c]) for a in request.arch for d in request.dtype for w in request.width for c in request.call
+        (a, d, w, c, calls[c]) for a in options.arch for d in options.dtype for w in options.width for c in options.call
     ]
     rows: list[Row] = []
-    if request.jobs > 1:
-        with ProcessPoolExecutor(min(request.jobs, len(work))) as pool:
+    if options.jobs > 1:
+        with ProcessPoolExecutor(min(options.jobs, len(work))) as pool:
             for done in pool.map(compiled, *zip(*work, strict=True)):
                 rows += done
     else:
         for one in work:
             rows += compiled(*one)
-    print(json.dumps([asdict(r) for r in rows]) if request.json else report(rows))
+    print(json.dumps([asdict(r) for r in rows]) if options.json else report(rows))
     broken = [r for r in rows if any(r.faults())]
-    if not request.json:
+    if not options.json:
         print(f"{len(rows)} kernels compiled, {len(broken)} break a limit; none was run: that takes a GPU")
     return 1 if broken else 0
 

@@ -34,7 +34,7 @@ _KERNELS = {
     (True, 4): "kda",
 }
 FEW = 64
-"""Tokens of one chunk of fla's, up to which its own layers go token by token where no gradient is wanted."""
+"""Tokens of one chunk of fla's, up to which its own layers go token by token where no gradient is needed."""
 # Below e to this nothing is left in float32; fla adds decays up, and takes differences of which -inf has none.
 _FADED = -100.0
 
@@ -55,7 +55,7 @@ class _ByFla(FastWeightsAttention):
     """What the four share: `scan` by a kernel of fla's, chunk by chunk, or token by token for few that need no gradient."""
 
     def __init__(self, **arguments: Any) -> None:
-        _ops(self.name)  # told now, and not at the first call
+        _ops(self.name)  # raises now rather than at the first call
         super().__init__(**arguments)
 
     def token_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -64,6 +64,7 @@ class _ByFla(FastWeightsAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         # The scale goes to the query: the output would be rounded before it and after.
         scale = self.default_scale() if call.scale is None else call.scale
+        assert scale is not None
         unscaled = Call(call.visibility, 1.0, gates=call.gates, state=call.state, recording=call.recording)
         return super().attend(query * scale, key, value, unscaled)
 
@@ -87,15 +88,15 @@ class _ByFla(FastWeightsAttention):
         def placed(x: Tensor) -> Tensor:  # [B, H, L, ...] -> [B, L, H * groups, ...]
             return x.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 
-        request = key if query is None else query.flatten(1, 2)  # a memory alone is wanted: read it by anything
-        inputs = [request.transpose(1, 2).contiguous(), placed(key), placed(value)]
+        readers = key if query is None else query.flatten(1, 2)  # without a query: any tensor of that shape
+        tensors = [readers.transpose(1, 2).contiguous(), placed(key), placed(value)]
         if decay is not None:
-            inputs.append(placed(decay.clamp(min=_FADED)))
+            tensors.append(placed(decay.clamp(min=_FADED)))
         graph = recording or (torch.is_grad_enabled() and memory.requires_grad)
         form = "fused_recurrent" if length <= FEW and not graph else "chunk"
         kernel = _KERNELS[self.corrects, 0 if decay is None else decay.dim()]
         out, last = getattr(_ops(self.name), f"{form}_{kernel}")(
-            *inputs,
+            *tensors,
             **({} if beta is None else {"beta": placed(beta)}),
             scale=1.0,
             initial_state=memory.repeat_interleave(groups, 1),

@@ -38,7 +38,7 @@ class FastWeightsAttention(RecurrentAttention):
     def without_absent(
         self, key: Tensor, value: Tensor, gates: Mapping[str, Tensor], present: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """`(key, value, beta, log_decay)` of `scan`'s tokens, where an absent one writes nothing and nothing fades at it."""
+        """`(key, value, beta, log_decay)` of `scan`'s tokens, where a padded one writes nothing and nothing fades at it."""
         beta, decay = gates.get("beta"), self.log_decay(gates, key)
         if present is not None:
             gone = ~present[:, None, :]
@@ -114,7 +114,7 @@ class _Fading(FastWeightsAttention):
             raise InvalidInput(f"{self.name}: decay must be one of {', '.join(self.decays)}, got {decay!r}")
         self.gates = {name: spec for name, spec in type(self).gates.items() if name != "log_decay"}  # type: ignore[misc]
         if decay in _DECAY:
-            self.gates["log_decay"] = _DECAY[decay]  # type: ignore[index]
+            self.gates["log_decay"] = _DECAY[decay]
         super().__init__(
             num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )

@@ -13,7 +13,7 @@ from attnlab_plugins.flash.rules import rules_of
 
 
 def kernel_attention(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float) -> AttentionOutput:
-    """`out` and, where asked for, `lse`, by the Triton kernels; the request was judged before."""
+    """`out` and, where the call needs it, `lse`, by the Triton kernels; the request was validated before."""
     seeds = None
     if call.dropout_p:
         # Drawn where query lives, so that torch's generator decides, nothing waits for the device and graphs replay it.

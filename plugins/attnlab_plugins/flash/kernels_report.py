@@ -43,18 +43,18 @@ OMITTED = ("hull", "summary", "span", "delta")
 
 def problem(case: str, dtype: torch.dtype, width: int) -> Problem:
     """A call of that kind on tensors that hold nothing."""
-    request = CASES[case]
-    batch, heads, kv_heads, length = 2, 4, 2, request.get("length", 250)
+    options = CASES[case]
+    batch, heads, kv_heads, length = 2, 4, 2, options.get("length", 250)
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=kind)
 
-    rules = Rules(high_number=0 if request.get("causal") else None)
-    if request.get("marked"):
+    rules = Rules(high_number=0 if options.get("causal") else None)
+    if options.get("marked"):
         rules = rules._replace(low_number=-64, key_present=tensor(batch, length, kind=torch.uint8))
-    if request.get("mask"):
+    if options.get("mask"):
         rules = rules._replace(allowed=tensor(batch, heads, length, length, kind=torch.bool))
-    if request.get("packed"):
+    if options.get("packed"):
         ids, positions = tensor(batch, length, kind=torch.int64), tensor(batch, length, kind=torch.int32)
         rules = Rules(None, None, positions, positions, ids, ids, positions)
     return Problem(
@@ -63,11 +63,11 @@ def problem(case: str, dtype: torch.dtype, width: int) -> Problem:
         value=tensor(batch, kv_heads, length, width),
         rules=rules,
         scale=width**-0.5,
-        bias=tensor(1, heads, length, length, kind=torch.float32) if request.get("bias") else None,
-        softcap=30.0 if request.get("softcap") else None,
-        sinks=tensor(heads) if request.get("marked") else None,
-        dropout_p=0.1 if request.get("dropout") else 0.0,
-        seeds=tensor(1, kind=torch.int64) if request.get("dropout") else None,
+        bias=tensor(1, heads, length, length, kind=torch.float32) if options.get("bias") else None,
+        softcap=30.0 if options.get("softcap") else None,
+        sinks=tensor(heads) if options.get("marked") else None,
+        dropout_p=0.1 if options.get("dropout") else 0.0,
+        seeds=tensor(1, kind=torch.int64) if options.get("dropout") else None,
     )
 
 

@@ -73,7 +73,7 @@ def tiles_for(kernel: str, problem: Problem) -> Configuration:
 
 def padded(width: int) -> int:
     """The power of two that holds a head of this width; tensor cores take no fewer than 16."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 def strides_of(tensor: Tensor | None) -> tuple[int, ...] | None:
@@ -138,9 +138,7 @@ def common(problem: Problem, hull: Tensor | None, spans: Tensor | None) -> dict[
         "Lq": query.shape[2],
         "Lk": key.shape[2],
         "marks": Marks(rules.query_segments, rules.key_segments, rules.key_positions, rules.key_present, hull, spans),
-        "extras": Extras(bias, allowed, problem.seeds),
-        "bias_strides": strides_of(bias),
-        "allowed_strides": strides_of(allowed),
+        "extras": Extras(bias, strides_of(bias), allowed, strides_of(allowed), problem.seeds),
         "scoring": Scoring(
             size * LOG2E if problem.softcap is None else size,
             None if problem.softcap is None else float(problem.softcap),

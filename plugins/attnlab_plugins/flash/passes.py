@@ -46,7 +46,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 class Gradients(NamedTuple):
-    """Of query, key, value, bias and sinks; the last two None where not asked for."""
+    """Of query, key, value, bias and sinks; the last two None where not requested."""
 
     query: Tensor
     key: Tensor
@@ -67,7 +67,7 @@ def backward(
     bias_rows = lse.new_empty(batch, heads, lq) if of_bias and not per_key else None
     bias_columns = lse.new_empty(batch, heads, lk) if of_bias and per_key and not per_query else None
     hull = hull_of(problem)
-    arguments: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "query": query,
         "key": key,
         "value": value,
@@ -93,7 +93,7 @@ def backward(
         bias_rows=bias_rows,
         signed_scale=float(problem.scale),
         how=how(problem, tiles, lk % tiles.columns == 0, *read),
-        **arguments,
+        **inputs,
         **common(problem, hull, spans_of(problem, tiles, True)),
     )
 
@@ -112,7 +112,7 @@ def backward(
         bias_columns=bias_columns,
         signed_scale=float(problem.scale),
         how=how(problem, tiles, lq % tiles.rows == 0, *read),
-        **arguments,
+        **inputs,
         **common(problem, hull, spans_of(problem, tiles, False)),
     )
 
@@ -123,7 +123,7 @@ def backward(
         elif bias_columns is not None:
             grad_bias = bias_columns[:, :, None].sum_to_size(bias.shape).to(bias.dtype)  # [B, Hq, 1, Lk]
         else:
-            grad_bias = _bias_gradient(problem, bias, arguments, read)
+            grad_bias = _bias_gradient(problem, bias, inputs, read)
     grad_sinks = _sinks_gradient(problem.sinks, lse, delta) if problem.sinks is not None and of_sinks else None
     return Gradients(grad_query, grad_key, grad_value, grad_bias, grad_sinks)
 
@@ -151,26 +151,26 @@ def _delta(problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_ls
     return delta
 
 
-def _bias_gradient(problem: Problem, bias: Tensor, arguments: dict[str, Any], read: tuple[Tensor, ...]) -> Tensor:
+def _bias_gradient(problem: Problem, bias: Tensor, inputs: dict[str, Any], read: tuple[Tensor, ...]) -> Tensor:
     lq, lk = problem.query.shape[2], problem.key.shape[2]
-    made = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    gradient = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     tiles = tiles_for("bias_gradient", problem)
     run_kernel(
         bias_gradient_kernel,
         (triton.cdiv(lk, tiles.columns) * triton.cdiv(lq, tiles.rows) * bias.shape[0] * bias.shape[1],),
         tiles,
         problem.query.device,
-        grad_bias=made,
+        grad_bias=gradient,
         items=problem.query.shape[0],
         how=how(problem, tiles, False, *read),
-        **arguments,
+        **inputs,
         **common(problem, None, None),
     )
-    return made
+    return gradient
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """`[Hq]`: a sink takes the weight exp(sink - lse) of each row that sees something, and its value is 0."""
     alive = lse > -torch.inf
-    taken = torch.exp(sinks.float()[None, :, None] - torch.where(alive, lse, torch.inf))  # [B, Hq, Lq]
-    return -(taken * torch.where(alive, delta, 0.0)).sum((0, 2)).to(sinks.dtype)
+    weight = torch.exp(sinks.float()[None, :, None] - torch.where(alive, lse, torch.inf))  # [B, Hq, Lq]
+    return -(weight * torch.where(alive, delta, 0.0)).sum((0, 2)).to(sinks.dtype)

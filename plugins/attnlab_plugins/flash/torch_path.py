@@ -53,8 +53,8 @@ def _only_flash(query: Tensor) -> AbstractContextManager[None]:
     """Where torch's function takes the flash kernel or nothing.
 
     That choice is one switch for the whole process: calls in other threads meet it, and two that overlap leave it turned. So it
-    is not touched on the CPU, where torch takes flash first and every request that passed the gate fits it.
+    is not touched on the CPU, where torch takes flash first and every request that validation accepts fits it.
     """
-    if query.device.type == "cpu" and not torch.compiler.is_compiling() and flash_sdp_enabled():
+    if query.device.type == "cpu" and not torch.compiler.is_compiling() and flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return nullcontext()
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION)

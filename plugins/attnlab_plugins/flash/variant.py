@@ -62,7 +62,7 @@ class FlashAttention(Attention):
 
     name = "flash"
     formula = "softmax_dot_product"
-    capabilities = replace(_TORCH, **dict.fromkeys(_BY_KERNELS, True))
+    capabilities = replace(_TORCH, **dict.fromkeys(_BY_KERNELS, True))  # type: ignore[arg-type] # bool fields by name
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class FlashAttention(Attention):
             self._declare()
 
     def capabilities_on(self, device: str) -> Capabilities:
-        """What can be asked for on this kind of device in this process: of kernels where they serve it, else of torch."""
+        """The capabilities on this kind of device in this process: of kernels where they serve it, else of torch."""
         have = type(self).capabilities
         if kernels_serve(device):
             return replace(have, dtypes=have.dtypes - {"float64"})
@@ -112,6 +112,7 @@ class FlashAttention(Attention):
         from attnlab_plugins.flash.kernel_path import kernel_attention
 
         scale = self.default_scale() if call.scale is None else call.scale
+        assert scale is not None
         return kernel_attention(query, key, value, call, scale)
 
 

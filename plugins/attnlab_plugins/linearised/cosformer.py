@@ -24,8 +24,8 @@ def cosformer(x: Tensor, positions: Tensor, longest: int) -> Tensor:
 def too_long(request: Request, longest: int) -> list[Reason]:
     """A reason for each length that lets positions be further apart than M, where the cosine turns negative."""
     return [
-        Reason(word, f"{length} {told}", f"up to max_length={longest}", "create it with a larger max_length")
-        for word, told, length in (
+        Reason(word, f"{length} {noun}", f"up to max_length={longest}", "create it with a larger max_length")
+        for word, noun, length in (
             ("query_length", "queries", request.query_length),
             ("key_length", "keys", request.key_length),
         )

@@ -101,6 +101,9 @@ class LinearisedAttention(FeatureMapAttention):
         {"feature_map": "cosformer", "max_length": 48},
     )
 
+    w: Tensor  # favor's rows
+    drawn: Tensor  # favor: the number of the draw, and the calls since
+
     def __init__(
         self,
         *,
@@ -116,19 +119,19 @@ class LinearisedAttention(FeatureMapAttention):
         redraw_interval: int | None = None,
         max_length: int | None = None,
     ) -> None:
-        arguments = {
+        options = {
             "nu": nu,
             "num_features": num_features,
             "seed": seed,
             "redraw_interval": redraw_interval,
             "max_length": max_length,
         }
-        _judge(feature_map, arguments)
+        _validate(feature_map, options)
         super().__init__(
             num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim
         )
         self.kind = feature_map
-        self.options = {"feature_map": feature_map, **arguments}
+        self.options = {"feature_map": feature_map, **options}
         width = self.key_dim
         if feature_map == "dpfp":
             self._default(nu=1)
@@ -183,7 +186,8 @@ class LinearisedAttention(FeatureMapAttention):
         old = self.w
         if not old.is_meta:
             # New tensors: a backward that is still to come keeps the old ones.
-            self.w = draw_rows(*old.shape, self.options["seed"], number).to(old)
+            rows, width = old.shape
+            self.w = draw_rows(rows, width, self.options["seed"], number).to(old)
             self.drawn = torch.tensor([number, 0], device=self.drawn.device)
         self._since = 0
 
@@ -254,8 +258,8 @@ class LinearisedAttention(FeatureMapAttention):
             require_near(self.name, call.visibility, self.options["max_length"])
         if self.options["redraw_interval"] is None:
             return super().attend(query, key, value, call)
-        expected = query.requires_grad or key.requires_grad or value.requires_grad
-        before = _rows.set(self._rows_of_call(call, torch.is_grad_enabled() and expected))
+        differentiable = query.requires_grad or key.requires_grad or value.requires_grad
+        before = _rows.set(self._rows_of_call(call, torch.is_grad_enabled() and differentiable))
         try:
             return super().attend(query, key, value, call)
         finally:
@@ -301,10 +305,10 @@ class LinearisedAttention(FeatureMapAttention):
         return int(counts.get(self.kind, width))
 
 
-def _judge(feature_map: str, arguments: Mapping[str, Any]) -> None:
+def _validate(feature_map: str, options: Mapping[str, Any]) -> None:
     if feature_map not in FEATURE_MAPS:
         raise InvalidInput(f"linearised: feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
-    for word, value in arguments.items():
+    for word, value in options.items():
         owner, least = OPTIONS[word]
         if value is None:
             continue

@@ -1,6 +1,6 @@
 """What kernels take besides tensors, grouped: the launcher fills these, kernels read their fields. Needs the standard library.
 
-A field that is None is a rule or feature that is not asked; each combination compiles to a kernel of its own.
+A field that is None is a rule or feature that the call does not have; each combination compiles to a kernel of its own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class Marks(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Tensors over pairs, whose strides are arguments of their own, and the seed of dropout, int64 `[1]`."""
+    """Tensors over pairs with their strides, and the seed of dropout, int64 `[1]`."""
 
     bias: Any
+    bias_strides: Any
     allowed: Any
+    allowed_strides: Any
     seeds: Any
 
 

@@ -34,8 +34,6 @@ def bias_gradient_kernel(
     Lk,
     marks,
     extras,
-    bias_strides,
-    allowed_strides,
     scoring,
     how: tl.constexpr,
 ):
@@ -75,7 +73,7 @@ def bias_gradient_kernel(
     for n in tl.range(0, count_items):
         item = first_item + n
         b = item.to(tl.int64)
-        least, greatest, segment = row_rules(rows, b, Lq, low, high, marks, how)
+        limits = row_rules(rows, b, Lq, low, high, marks, how)
         some = k0 < Lk  # whether bounds leave any pair of the tile
         if how.BOUNDS != "query":
             lowest, highest = item_bounds(b, low, high, how)
@@ -96,31 +94,9 @@ def bias_gradient_kernel(
             v = load_rows(value_base, k0, Lk, value_strides, BLOCK_N, how.DV, BLOCK_DV, True, how)
             sums, row_delta = load_sums(lse, delta, (b * heads + h) * Lq, line, Lq)
             s = product(q, tl.trans(k), None, how)
+            tile = (rows, cols, b, h, q0, k0, Lq, Lk)
             p, t, used = weights(
-                s,
-                sums[:, None],
-                rows,
-                cols,
-                b,
-                h,
-                q0,
-                k0,
-                item * heads + head,
-                Lq,
-                Lk,
-                least,
-                greatest,
-                segment,
-                low,
-                high,
-                marks,
-                extras,
-                bias_strides,
-                allowed_strides,
-                scoring,
-                seed,
-                True,
-                how,
+                s, sums[:, None], tile, limits, item * heads + head, low, high, marks, extras, scoring, seed, True, how
             )
             dp = product(do, tl.trans(v), None, how)
             ds, _ = score_gradients(p, t, used, dp, row_delta[:, None], extras, scoring)

@@ -43,8 +43,6 @@ def forward_kernel(
     Lk,
     marks,
     extras,
-    bias_strides,
-    allowed_strides,
     scoring,
     how: tl.constexpr,
 ):
@@ -69,7 +67,7 @@ def forward_kernel(
     COMPARED: tl.constexpr = (extras.allowed is not None) or (marks.query_segments is not None)
     PLAIN: tl.constexpr = (scoring.softcap is None) and (extras.bias is None)
     start, inner, outer, stop = key_span(first, b, block, blocks, Lq, Lk, low, high, marks, COMPARED, how)
-    least, greatest, segment = row_rules(rows, b, Lq, low, high, marks, how)
+    limits = row_rules(rows, b, Lq, low, high, marks, how)
     seed = 0
     if extras.seeds is not None:
         seed = tl.load(extras.seeds)
@@ -86,29 +84,12 @@ def forward_kernel(
         cols = k0 + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         k = load_rows(key, k0, Lk, key_strides, BLOCK_N, how.D, BLOCK_D, not how.EVEN, how)
         x = product(q, tl.trans(k), None, how)  # [M, N]
+        tile = (rows, cols, b, h, first, k0, Lq, Lk)
         if not PLAIN:
-            x, _ = scored(x, rows, cols, b, h, first, k0, Lq, Lk, extras, bias_strides, scoring, how)
+            x, _ = scored(x, tile, extras, scoring, how)
         if COMPARED or (k0 < inner) | (k0 >= outer):
-            shown_pairs = visible(
-                rows,
-                cols,
-                b,
-                h,
-                first,
-                k0,
-                Lq,
-                Lk,
-                least,
-                greatest,
-                segment,
-                low,
-                high,
-                marks,
-                extras,
-                allowed_strides,
-                how,
-            )
-            x = tl.where(shown_pairs, x, float("-inf"))
+            pairs = visible(tile, limits, low, high, marks, extras, how)
+            x = tl.where(pairs, x, float("-inf"))
         if PLAIN:  # the scale is above 0, so it may follow the maximum and join the subtraction
             higher = tl.maximum(m, tl.max(x, 1) * scoring.scale)
             base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -42,43 +42,16 @@ def load_sums(lse, delta, at, line, Lq):
 
 
 @triton.jit
-def weights(
-    s,
-    sums,
-    rows,
-    cols,
-    b,
-    h,
-    q0,
-    k0,
-    pair_head,
-    Lq,
-    Lk,
-    least,
-    greatest,
-    segment,
-    low,
-    high,
-    marks,
-    extras,
-    bias_strides,
-    allowed_strides,
-    scoring,
-    seed,
-    compare,
-    how: tl.constexpr,
-):
+def weights(s, sums, tile, limits, pair_head, low, high, marks, extras, scoring, seed, compare, how: tl.constexpr):
     """(p, t, used) of a tile: weights, tanh of the softcap, and the weights that dropout leaves. sums are `load_sums`', shaped as `rows`."""
-    x, t = scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, how)
+    x, t = scored(s, tile, extras, scoring, how)
     if compare:
-        shown_pairs = visible(
-            rows, cols, b, h, q0, k0, Lq, Lk, least, greatest, segment, low, high, marks, extras, allowed_strides, how
-        )
-        x = tl.where(shown_pairs, x, float("-inf"))
+        pairs = visible(tile, limits, low, high, marks, extras, how)
+        x = tl.where(pairs, x, float("-inf"))
     p = tl.exp2(tl.minimum(x - sums, 0.0))  # above 0 by rounding alone, which for huge scores could overflow
     used = p
     if extras.seeds is not None:
-        used = tl.where(kept(seed, pair_head, rows, cols, scoring.dropout_p), p * scoring.keep_scale, 0.0)
+        used = tl.where(kept(seed, pair_head, tile[0], tile[1], scoring.dropout_p), p * scoring.keep_scale, 0.0)
     return p, t, used
 
 

@@ -38,8 +38,6 @@ def key_gradient_kernel(
     signed_scale,
     marks,
     extras,
-    bias_strides,
-    allowed_strides,
     scoring,
     how: tl.constexpr,
 ):
@@ -55,7 +53,7 @@ def key_gradient_kernel(
     blocks = tl.cdiv(Lk, BLOCK_N)
     program = tl.program_id(0)
     item_head = program // blocks  # item * key/value heads + head
-    block = program % blocks  # the first keys of a causal call are seen by most queries
+    block = program % blocks  # the first keys of a causal call are visible to most queries
     b = (item_head // (heads // group)).to(tl.int64)
     kv = (item_head % (heads // group)).to(tl.int64)
     first = block * BLOCK_N
@@ -84,32 +82,22 @@ def key_gradient_kernel(
             q0 = tl.multiple_of(q0, BLOCK_M)
             line = q0 + tl.arange(0, BLOCK_M)
             rows = line[None, :]  # [1, M]
-            least, greatest, segment = row_rules(rows, b, Lq, low, high, marks, how)
+            limits = row_rules(rows, b, Lq, low, high, marks, how)
             q = load_queries(query_base, q0, Lq, query_strides, not how.EVEN, how)
             do = load_rows(grad_base, q0, Lq, grad_out_strides, BLOCK_M, how.DV, BLOCK_DV, not how.EVEN, how)
             sums, row_delta = load_sums(lse, delta, pair_head * Lq, line, Lq)
             s = product(k, tl.trans(q), None, how)  # [N, M]
+            tile = (rows, cols, b, h, q0, first, Lq, Lk)
             p, t, used = weights(
                 s,
                 sums[None, :],
-                rows,
-                cols,
-                b,
-                h,
-                q0,
-                first,
+                tile,
+                limits,
                 pair_head.to(tl.int32),
-                Lq,
-                Lk,
-                least,
-                greatest,
-                segment,
                 low,
                 high,
                 marks,
                 extras,
-                bias_strides,
-                allowed_strides,
                 scoring,
                 seed,
                 COMPARED or (q0 < inner) | (q0 >= outer),

@@ -36,8 +36,6 @@ def query_gradient_kernel(
     signed_scale,
     marks,
     extras,
-    bias_strides,
-    allowed_strides,
     scoring,
     how: tl.constexpr,
 ):
@@ -61,7 +59,7 @@ def query_gradient_kernel(
     DTYPE: tl.constexpr = query.dtype.element_ty
     COMPARED: tl.constexpr = (extras.allowed is not None) or (marks.query_segments is not None)
     start, inner, outer, stop = key_span(first, b, block, blocks, Lq, Lk, low, high, marks, COMPARED, how)
-    least, greatest, segment = row_rules(rows, b, Lq, low, high, marks, how)
+    limits = row_rules(rows, b, Lq, low, high, marks, how)
     seed = 0
     if extras.seeds is not None:
         seed = tl.load(extras.seeds)
@@ -81,27 +79,17 @@ def query_gradient_kernel(
         k = load_rows(key, k0, Lk, key_strides, BLOCK_N, how.D, BLOCK_D, not how.EVEN, how)
         v = load_rows(value, k0, Lk, value_strides, BLOCK_N, how.DV, BLOCK_DV, not how.EVEN, how)
         s = product(q, tl.trans(k), None, how)  # [M, N]
+        tile = (rows, cols, b, h, first, k0, Lq, Lk)
         p, t, used = weights(
             s,
             sums[:, None],
-            rows,
-            cols,
-            b,
-            h,
-            first,
-            k0,
+            tile,
+            limits,
             pair_head,
-            Lq,
-            Lk,
-            least,
-            greatest,
-            segment,
             low,
             high,
             marks,
             extras,
-            bias_strides,
-            allowed_strides,
             scoring,
             seed,
             COMPARED or (k0 < inner) | (k0 >= outer),

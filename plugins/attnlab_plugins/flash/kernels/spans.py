@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def item_bounds(b, low, high, how: tl.constexpr):
-    """(low, high) of an item: what is added to a query's index for the least and greatest position it sees; 0 if not asked."""
+    """(low, high) of an item: what is added to a query's index for the least and greatest position it sees; 0 without a bound."""
     least = b.to(tl.int32) * 0
     greatest = least
     if low is not None and how.BOUNDS != "query":
@@ -72,7 +72,7 @@ def key_span(first, b, block, blocks, Lq, Lk, low, high, marks, COMPARED: tl.con
 
 @triton.jit
 def query_span(first, b, block, blocks, Lq, Lk, low, high, marks, COMPARED: tl.constexpr, how: tl.constexpr):
-    """`key_span` seen from a block of keys: the queries that could see one of them, and those that see all of them."""
+    """`key_span` for a block of keys: the queries that could see one of them, and those that see all of them."""
     end = tl.minimum(first + how.BLOCK_N, Lk)
     least, greatest = item_bounds(b, low, high, how)
     hull = marks.hull

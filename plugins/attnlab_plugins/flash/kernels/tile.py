@@ -91,13 +91,12 @@ def load_queries(base, first, Lq, strides, BOUNDED: tl.constexpr, how: tl.conste
 
 
 @triton.jit
-def load_pairs(
-    base, strides, rows, cols, b, h, q0, k0, Lq, Lk, PER_QUERY: tl.constexpr, PER_KEY: tl.constexpr, how: tl.constexpr
-):
+def load_pairs(base, strides, tile, PER_QUERY: tl.constexpr, PER_KEY: tl.constexpr, how: tl.constexpr):
     """A tile of a tensor over pairs; one row or one column of it where the other axis broadcasts. 0 outside.
 
-    q0, k0: the tile's first query and key, whose offset is 64-bit.
+    tile: (rows, cols, b, h, q0, k0, Lq, Lk), of which q0 and k0, its first query and key, have 64-bit offsets.
     """
+    rows, cols, b, h, q0, k0, Lq, Lk = tile
     base += b * strides[0] + h * strides[1]
     r = rows - q0
     c = cols - k0
@@ -128,7 +127,7 @@ def tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, how: tl.constexpr):
+def scored(s, tile, extras, scoring, how: tl.constexpr):
     """(x, t): products to scores in units of log2; t is s itself where there is no softcap."""
     t = s
     if scoring.softcap is not None:
@@ -137,9 +136,7 @@ def scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, h
     else:
         x = s * scoring.scale
     if extras.bias is not None:
-        bias = load_pairs(
-            extras.bias, bias_strides, rows, cols, b, h, q0, k0, Lq, Lk, how.BIAS_PER_QUERY, how.BIAS_PER_KEY, how
-        )
+        bias = load_pairs(extras.bias, extras.bias_strides, tile, how.BIAS_PER_QUERY, how.BIAS_PER_KEY, how)
         # Only -inf hides: what is finite stays finite in units of log2.
         bias = bias.to(tl.float32)
         near = tl.minimum(tl.maximum(bias, -FINITE), FINITE)
@@ -149,7 +146,7 @@ def scored(s, rows, cols, b, h, q0, k0, Lq, Lk, extras, bias_strides, scoring, h
 
 @triton.jit
 def row_rules(rows, b, Lq, low, high, marks, how: tl.constexpr):
-    """(least, greatest, segment): positions that each row sees, and its segment; `rows` itself for a rule that is not asked."""
+    """(least, greatest, segment): positions that each row sees, and its segment; `rows` itself for a rule that the call does not have."""
     least = rows
     greatest = rows
     segment = rows
@@ -173,56 +170,28 @@ def row_rules(rows, b, Lq, low, high, marks, how: tl.constexpr):
 
 
 @triton.jit
-def visible(
-    rows,
-    cols,
-    b,
-    h,
-    q0,
-    k0,
-    Lq,
-    Lk,
-    least,
-    greatest,
-    segment,
-    low,
-    high,
-    marks,
-    extras,
-    allowed_strides,
-    how: tl.constexpr,
-):
-    """Who sees whom in a tile, bool. least, greatest, segment are `row_rules`'; low and high say which of them are asked."""
-    observed = cols < Lk
+def visible(tile, limits, low, high, marks, extras, how: tl.constexpr):
+    """The visible pairs of a tile, bool. tile as in `load_pairs`; limits are `row_rules`', low and high say which of them apply."""
+    _, cols, b, _, _, _, _, Lk = tile
+    least, greatest, segment = limits
+    pairs = cols < Lk
     position = cols
     if marks.key_positions is not None:
         position = tl.load(marks.key_positions + b * Lk + cols, mask=cols < Lk, other=0)
     if high is not None:
-        observed = observed & (position <= greatest)
+        pairs = pairs & (position <= greatest)
     if low is not None:
-        observed = observed & (position >= least)
+        pairs = pairs & (position >= least)
     if marks.query_segments is not None:
-        observed = observed & (tl.load(marks.key_segments + b * Lk + cols, mask=cols < Lk, other=-1) == segment)
+        pairs = pairs & (tl.load(marks.key_segments + b * Lk + cols, mask=cols < Lk, other=-1) == segment)
     if marks.key_present is not None:
-        observed = observed & (tl.load(marks.key_present + b * Lk + cols, mask=cols < Lk, other=0) != 0)
+        pairs = pairs & (tl.load(marks.key_present + b * Lk + cols, mask=cols < Lk, other=0) != 0)
     if extras.allowed is not None:
         allowed = load_pairs(
-            extras.allowed,
-            allowed_strides,
-            rows,
-            cols,
-            b,
-            h,
-            q0,
-            k0,
-            Lq,
-            Lk,
-            how.ALLOWED_PER_QUERY,
-            how.ALLOWED_PER_KEY,
-            how,
+            extras.allowed, extras.allowed_strides, tile, how.ALLOWED_PER_QUERY, how.ALLOWED_PER_KEY, how
         )
-        observed = observed & (allowed != 0)
-    return observed
+        pairs = pairs & (allowed != 0)
+    return pairs
 
 
 @triton.jit
