@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from attnlab.conformance.compare.tolerances import largest_error
+from attnlab.conformance.oracle.bounds import defined_and_bound
 from attnlab.conformance.oracle.cases import Case
 from attnlab.conformance.oracle.features import FEATURES
-from attnlab.conformance.oracle.inputs import defined_and_bound, draw
+from attnlab.conformance.oracle.inputs import draw
 
 RULES = {
     "causal": "causal: the key's position is at most the query's, and query i stands at position i + offset",

@@ -12,7 +12,9 @@ import torch
 
 from attnlab.capabilities import Capabilities
 from attnlab.conformance.oracle.cases import Case, Heads, fitted
-from attnlab.conformance.oracle.draws import draws_freely, is_random, seeded_draws
+from attnlab.conformance.oracle.draws import is_random
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.oracle.seeds import draws_freely, seeded_draws
 from attnlab.errors import InvalidInput, UnsupportedRequest, WrongResult
 
 
@@ -143,7 +145,6 @@ def _probed(make: Callable[..., Any], ceiling: Capabilities, device: str) -> dic
 def _require_result(make: Callable[..., Any], base: Case) -> None:
     """`WrongResult` where a plain call does not even end in an `AttentionOutput`, which every case would repeat."""
     from attnlab.conformance.checks._settings import settings_kept
-    from attnlab.conformance.oracle.inputs import draw
 
     try:
         variant = seeded(make, base)
@@ -157,7 +158,6 @@ def _require_result(make: Callable[..., Any], base: Case) -> None:
 
 
 def _random(make: Callable[..., Any], base: Case) -> bool:
-    from attnlab.conformance.oracle.inputs import draw
 
     variant = seeded(make, base)
     if not draws_freely(variant) or base.missing(variant.capabilities):
