@@ -127,7 +127,7 @@ def ends_of(sizes: Sequence[int]) -> list[int]:
     return ends
 
 
-def seen_by_chunks(inputs: Inputs, sizes: Sequence[int]) -> Tensor:
+def visible_by_chunks(inputs: Inputs, sizes: Sequence[int]) -> Tensor:
     """Visibility where a query's own chunk is the last that it can see; bool `[B, Hq, L, L]`."""
     return up_to(inputs.visible(), torch.tensor(ends_of(sizes), device=inputs.query.device))
 

@@ -306,7 +306,7 @@ def _edges(scope: Scope) -> Iterable[Case]:
 
 
 def long_cases(scope: Scope) -> Iterable[Case]:
-    """Cases of few items and heads past every tile; the precise dtype, so that one key among many is seen."""
+    """Cases of few items and heads past every tile; the precise dtype, so that one key among many shows."""
     length = 300 if scope.stepwise else 1500
     one: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "dtype": scope.precise}
     square = {**one, "query_length": length, "key_length": length}

@@ -20,7 +20,7 @@ ADVICE = "Segments hide every pair of two sequences; positions and both alignmen
 
 # Ids by row: sequences side by side; -1 (absent) at both ends, and an id that no token has; sequences in pieces, out of order.
 SQUARE = ((0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2), (-1, 0, 0, 0, 0, 0, 2, 2, 2, 2, -1), (5, 5, 3, 3, 5, 5, 5, -1, 3, 3, 3))
-# Queries of other lengths than the keys above: sequence 2 of the first row is never asked, 1 of the second holds no key.
+# Queries of other lengths than the keys above: sequence 2 of the first row has no query, 1 of the second holds no key.
 QUERIES = ((0, 0, 0, 1, 1, 1, 1, 1), (-1, 0, 0, 1, 1, 2, 2, 2), (3, 5, 5, 3, -1, 5, 3, 3))
 CUMULATIVE = ((0, 3, 3, 6, 9), (0, 2, 4, 4, 6))
 """Cumulative lengths of queries and of keys: the second sequence has no query, the third no key."""

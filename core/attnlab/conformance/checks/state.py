@@ -15,11 +15,11 @@ from attnlab.conformance.checks._stepping import (
     feed,
     feedings,
     is_defined,
-    seen_by_chunks,
     step,
     steps,
     truth,
     up_to,
+    visible_by_chunks,
 )
 from attnlab.conformance.compare.comparer import Comparer, drawn, short
 from attnlab.conformance.compare.tolerances import Bound, largest, rounding_bound
@@ -40,7 +40,7 @@ def check_chunks_equal_the_whole(variant: Any, case: Case) -> None:
     inputs, compare = drawn(case, variant)
     known: list[tuple[Tensor, tuple[Tensor, Bound, str]]] = []
     for words, sizes, capacity in feedings(case.query_length, case.features in EVERY_WAY):
-        visible = seen_by_chunks(inputs, sizes)
+        visible = visible_by_chunks(inputs, sizes)
         answer = next((a for other, a in known if torch.equal(other, visible)), None)
         if answer is None:
             answer = truth(variant, inputs, visible)

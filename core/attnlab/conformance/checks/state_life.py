@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._stepping import NEEDS, call, comparable, feed, fresh, seen_by_chunks, step, truth
+from attnlab.conformance.checks._stepping import NEEDS, call, comparable, feed, fresh, step, truth, visible_by_chunks
 from attnlab.conformance.checks.independence import item
 from attnlab.conformance.checks.state import causal_cases
 from attnlab.conformance.compare.comparer import drawn, short
@@ -121,7 +121,7 @@ def check_a_full_state_says_so(variant: Any, case: Case) -> None:
     inputs, compare = drawn(case, variant)
     n = case.query_length
     for capacity, sizes in ((4, [3, n - 3]), (4, [4, 1, n - 5]), (n - 1, [n]), (3, [1] * n), (0, [2, n - 2])):
-        visible = seen_by_chunks(inputs, sizes)
+        visible = visible_by_chunks(inputs, sizes)
         state, start = fresh(variant, inputs, capacity), 0
         for size in sizes:
             fits = start + size <= capacity

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, fresh, seen_by_chunks, step, steps, truth
+from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, fresh, step, steps, truth, visible_by_chunks
 from attnlab.conformance.checks.independence import item
 from attnlab.conformance.checks.padding import CONTENTS, filled
 from attnlab.conformance.checks.state import causal_cases, chunked_gradients
@@ -62,7 +62,7 @@ def check_steps_return_weights_and_lse(variant: Any, case: Case) -> None:
     """With a state weights are [B, Hq, Lq, past + new] and lse is over past and new, as in the whole."""
     inputs, compare = drawn(case, variant)
     sizes = [2, 0, 1, case.query_length - 3]
-    visible = seen_by_chunks(inputs, sizes)
+    visible = visible_by_chunks(inputs, sizes)
     for what in (what for what in ("weights", "lse") if what in case.needs):
         exact, limit, name = truth(variant, inputs, visible, what)
         with torch.no_grad():

@@ -17,10 +17,10 @@ from attnlab.conformance.checks._stepping import (
     feed,
     fresh,
     is_defined,
-    seen_by_chunks,
     step,
     truth,
     up_to,
+    visible_by_chunks,
 )
 from attnlab.conformance.checks.state import causal_cases
 from attnlab.conformance.compare.comparer import drawn
@@ -51,7 +51,7 @@ def check_offsets_count_from_the_first_token(variant: Any, case: Case) -> None:
         moved = inputs.with_tensors(
             offset=torch.tensor(offset, device=case.device)[: case.batch] if by_item else offset
         )
-        visible = seen_by_chunks(moved, sizes)
+        visible = visible_by_chunks(moved, sizes)
         if not comparable(variant, moved, visible):
             continue
         exact, limit, name = truth(variant, moved, visible)

@@ -133,7 +133,7 @@ def _agreement(scope: Scope) -> Iterable[Case]:
 
 
 def _decoding(scope: Scope) -> Iterable[Case]:
-    """Few queries over many keys, and the reverse; in the precise dtype, so that one key among many is seen."""
+    """Few queries over many keys, and the reverse; in the precise dtype, so that one key among many shows."""
     keys, many = (150, 1200) if scope.stepwise else (600, 4500)
     few: dict[str, Any] = {"batch": 1, "dtype": scope.precise, "query_length": 3, "key_length": keys}
     needs = ("cross_lengths",)

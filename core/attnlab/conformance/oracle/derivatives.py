@@ -56,7 +56,7 @@ def gradients(variant: Any, inputs: Inputs, grad_out: Tensor, call: Any = None, 
     """
     leaves = recorded(inputs.tensors())
     with torch.enable_grad():
-        out = inputs.rebuilt(leaves).run(call or variant, **more).out
+        out = inputs.rebuilt(leaves).run(variant if call is None else call, **more).out
         return out.detach(), slopes(out, {**leaves, **trained(variant)}, grad_out)
 
 
