@@ -1,4 +1,4 @@
-"""Cases and features: what is asked, by whom it can be answered, and the same numbers every time."""
+"""Cases and features: which capabilities they need, and the same numbers every time."""
 
 from __future__ import annotations
 

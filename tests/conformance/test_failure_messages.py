@@ -128,8 +128,8 @@ def test_a_swallowed_argument_is_named_with_what_to_do() -> None:
     message = first(TakesBias, "refuses_what_it_does_not_declare").message
     assert blurred(message) == (
         "TakesBias (float32 on cpu, plain, softcap, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8 Dv=8, seed 0): softcap= was "
-        "accepted although `softcap` is not declared. Declare softcap in `capabilities` and honour it, or leave its "
-        "refusal to the gate: no argument is dropped"
+        "accepted although `softcap` is not declared. Declare softcap in `capabilities` and honour it, or let "
+        "Attention.forward refuse it: no argument is dropped"
     )
 
 

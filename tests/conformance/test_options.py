@@ -28,26 +28,26 @@ def settings() -> list[str]:
     return [setting for name in names for setting in with_check_options(name)[1:]]
 
 
-def failures(given: Any, **how: Any) -> str:
-    return "\n".join(f"{r.check} [{r.case}]: {r.message}" for r in run_checks(given, **how) if not r.ok)
+def failures(variant: Any, **how: Any) -> str:
+    return "\n".join(f"{r.check} [{r.case}]: {r.message}" for r in run_checks(variant, **how) if not r.ok)
 
 
-@pytest.mark.parametrize("given", LIMITS)
-def test_a_setting_with_a_limit_is_not_accused(given: str) -> None:
+@pytest.mark.parametrize("variant", LIMITS)
+def test_a_setting_with_a_limit_is_not_accused(variant: str) -> None:
     only = ["dropout", "weights", "values"]
-    assert not failures(given, quick=True, only=only)
+    assert not failures(variant, quick=True, only=only)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("given", [*LIMITS, *settings()])
-def test_each_setting_of_each_variant_passes_a_quick_run(given: str) -> None:
-    assert not failures(given, quick=True)
+@pytest.mark.parametrize("variant", [*LIMITS, *settings()])
+def test_each_setting_of_each_variant_passes_a_quick_run(variant: str) -> None:
+    assert not failures(variant, quick=True)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("given", settings() or LIMITS)
-def test_each_setting_of_each_variant_passes_every_check(given: str) -> None:
-    assert not failures(given)
+@pytest.mark.parametrize("variant", settings() or LIMITS)
+def test_each_setting_of_each_variant_passes_every_check(variant: str) -> None:
+    assert not failures(variant)
 
 
 def test_a_name_with_options_makes_instances_with_them() -> None:

@@ -61,11 +61,11 @@ def test_shared_checks_are_those_of_one_process_in_its_order(workers: Workers) -
 
 def test_a_variant_that_ends_its_process_costs_the_checks_at_fault(workers: Workers) -> None:
     only = ["linear_in_value", "agrees_at_the_ends_of_arguments", "empty_sizes", "the_future_leaves_the_past"]
-    found = list(workers.iter_checks("crashing", only=only, case=None, quick=True, device="cpu"))
-    ended = {r.check for r in found if r.status == "error"}
+    outcome = list(workers.iter_checks("crashing", only=only, case=None, quick=True, device="cpu"))
+    ended = {r.check for r in outcome if r.status == "error"}
     assert "agrees_at_the_ends_of_arguments" in ended
     assert not {"empty_sizes", "the_future_leaves_the_past"} & ended
-    assert all("the process ended without a word" in r.message for r in found if not r.ok)
+    assert all("the process ended without a word" in r.message for r in outcome if not r.ok)
     with pytest.raises(PluginError, match="vanishing: the process ended without a word"):
         list(workers.iter_checks("vanishing", only=None, case=None, quick=True, device="cpu"))
 

@@ -15,7 +15,7 @@ from attnlab import AttentionOutput
 from attnlab.call import Call
 from attnlab.conformance import run_checks
 from attnlab.conformance.checks import sizes
-from attnlab.conformance.checks._stepping import arguments_of, feed, seen_by_chunks, truth
+from attnlab.conformance.checks._stepping import arguments_of, feed, truth, visible_by_chunks
 from attnlab.conformance.checks.packed import Piece
 from attnlab.conformance.oracle.cases import case
 from attnlab.conformance.oracle.inputs import draw
@@ -55,16 +55,16 @@ class CumulativeMean(Attention):
         if past is not None:
             assert isinstance(past, MeanState)
             total, count = past.total, past.count
-        seen = call.visibility
+        visible = call.visibility
         present = torch.ones(value.shape[0], value.shape[2], dtype=wide, device=value.device)
-        if seen is not None and seen.key_present is not None:
-            present = seen.key_present[:, seen.key_length - value.shape[2] :].to(wide)
+        if visible is not None and visible.key_present is not None:
+            present = visible.key_present[:, visible.key_length - value.shape[2] :].to(wide)
         sums = torch.cat([total[:, :, None], value.to(wide) * present[:, None, :, None]], 2).cumsum(2)
         counts = torch.cat([count[:, None], present], 1).cumsum(1)  # [B, Lk + 1]
         start = 0 if past is None else past.length
         reach = torch.full((query.shape[2],), value.shape[2], device=query.device)
-        if seen is not None and seen.right is not None:
-            offset = relative_offset(self.name, seen.offset, past)
+        if visible is not None and visible.right is not None:
+            offset = relative_offset(self.name, visible.offset, past)
             reach = torch.arange(1, query.shape[2] + 1, device=query.device) + (
                 offset[:, None] if isinstance(offset, Tensor) else offset
             )
@@ -134,8 +134,8 @@ def repeated(attend: Any) -> Any:
 
 def test_chunks_see_their_own_tokens_and_the_past() -> None:
     inputs = draw(case(), TextbookAttention(num_heads=2, head_dim=8))
-    seen = seen_by_chunks(inputs, [3, 0, 4])[0, 0]
-    assert seen.tolist() == [[True] * 3 + [False] * 4] * 3 + [[True] * 7] * 4
+    visible = visible_by_chunks(inputs, [3, 0, 4])[0, 0]
+    assert visible.tolist() == [[True] * 3 + [False] * 4] * 3 + [[True] * 7] * 4
 
 
 def test_a_step_is_given_its_part_of_every_argument() -> None:
@@ -167,7 +167,7 @@ def test_what_must_come_out_is_the_definition_where_there_is_one() -> None:
     assert float((feed(textbook, inputs, [3, 4])[0] - exact).abs().max()) <= limit.limit
     own = CumulativeMean(num_heads=2, head_dim=8)
     with pytest.raises(NotApplicable, match="see no future"):
-        truth(own, draw(case(), own), seen_by_chunks(draw(case(), own), [3, 4]))
+        truth(own, draw(case(), own), visible_by_chunks(draw(case(), own), [3, 4]))
 
 
 def test_a_packed_sequence_is_cut_out_with_its_masks_and_its_row() -> None:

@@ -1,4 +1,4 @@
-"""The conformance suite: what a variant declares is proved, what it does not declare is refused.
+"""The conformance suite: checks that a variant does what it declares and refuses what it does not.
 
     from attnlab.conformance import run_checks
     for result in run_checks("additive"): ...
@@ -13,9 +13,8 @@ A plugin adds checks through the hook `attnlab_checks`: a function `check_<prope
 `AssertionError` with a whole message, in `Check(function, topic, cases)`; `case`, `draw`, `demand` and `demand_close`
 are what attnlab's own checks are written with.
 
-Modules: `formulas` (outside, the definitions), `visibility` (who sees whom, scalar), `tolerances`, `features` and
-`cases` (what is asked), `inputs` (tensors), `checks` (by topic), `plan`, `runner`, `pytest_items`, `mutants` (variants
-that must fail), `unusual` (variants that must not).
+Packages: `oracle` (cases and their features, inputs, scalar visibility, the definition's answers and their bounds),
+`compare` (tolerances, messages, the comparer of a check), `checks` (by topic), `running` (plan, runner, processes, pytest).
 """
 
 from __future__ import annotations

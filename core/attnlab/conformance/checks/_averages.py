@@ -1,4 +1,4 @@
-"""Whether out is an average of values by the weights, which some laws take for granted. Needs torch; used by checks.
+"""Conditions of laws about averages: out is weights times value, and no null slot takes weight. Needs torch.
 
 A variant may be normalised (its weights sum to 1) and still project values, or add embeddings to them: its weights cannot be
 read off its output, and equal values do not come through.
@@ -37,3 +37,21 @@ def require_average(variant: Any, inputs: Inputs) -> None:
             limit = rounding_bound(inputs.case.dtype, terms=terms, magnitude=largest(inputs.value)).limit
     if weights is not None and largest(out - mixed(weights, inputs)) > limit:
         raise NotApplicable("its formula's out is not its weights times value (it projects values, or adds to them)")
+
+
+def no_null_slot(variant: Any) -> None:
+    """`NotApplicable` where a slot without a value takes part of the weight."""
+    if variant.capabilities.null_key:
+        raise NotApplicable("it declares null_key: a slot without a value takes part of the weight")
+
+
+def require_linear(variant: Any, inputs: Inputs) -> None:
+    """`NotApplicable` where out is not linear in value, by claim and by definition: a null slot may carry a value of its own."""
+    if variant.capabilities.linear_in_value:
+        return
+    with torch.no_grad():
+        once, twice = (
+            define(variant, inputs.with_tensors(value=n * inputs.value))["out"].to(torch.float64) for n in (1, 2)
+        )
+    if largest(twice - 2 * once) > 1e-6 * largest(twice):
+        raise NotApplicable("out is not linear in value, so dropped weights cannot be read off it")

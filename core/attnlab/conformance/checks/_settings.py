@@ -64,3 +64,14 @@ def _restored(before: dict[str, Any]) -> None:
     _kernels.enable_flash_sdp(flash)
     _kernels.enable_mem_efficient_sdp(efficient)
     _kernels.enable_math_sdp(math)
+
+
+@contextmanager
+def deterministic_mode(mode: str) -> Iterator[None]:
+    """torch.set_deterministic_debug_mode inside; use_deterministic_algorithms() would import the compiler."""
+    was = torch.get_deterministic_debug_mode()
+    try:
+        torch.set_deterministic_debug_mode(mode)
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(was)

@@ -1,4 +1,4 @@
-"""Constructors: sizes and options are kept, judged and honoured, and instances are their own. Needs torch."""
+"""Constructors: sizes and options are kept, validated and honoured, and instances are their own. Needs torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from attnlab.conformance.checks._runs import agree, declared, plainly
-from attnlab.conformance.compare.messages import demand, demand_close, where
-from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.checks._settings import deterministic_mode
+from attnlab.conformance.compare.comparer import DEFINITION, Comparer, drawn, fail
+from attnlab.conformance.compare.messages import demand, where
+from attnlab.conformance.oracle.bounds import exact_and_bound
+from attnlab.conformance.oracle.cases import Case
 from attnlab.conformance.oracle.draws import require_exact
-from attnlab.conformance.oracle.inputs import draw, exact_and_bound
+from attnlab.conformance.oracle.inputs import draw
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.conformance.running.subject import like, seeded
 from attnlab.errors import AttnlabError, UnsupportedRequest
@@ -29,91 +31,64 @@ def check_unknown_options_are_rejected(variant: Any, case: Case) -> None:
     for name in names:
         try:
             type(variant)(**case.geometry, **{**variant.options, name: 1})
-        except (TypeError, AttnlabError) as fault:
-            demand(
-                name in str(fault),
-                variant,
-                case,
-                f"the unknown option {name} was rejected without its name: {fault}",
-                "Leave unknown keywords to Python: take no **options that nothing reads",
-            )
+        except (TypeError, AttnlabError) as refusal:
+            fault = f"the unknown option {name} was rejected without its name: {refusal}"
+            advice = "Leave unknown keywords to Python: take no **options that nothing reads"
+            demand(name in str(refusal), variant, case, fault, advice)
         else:
-            demand(
-                False,
-                variant,
-                case,
-                f"the constructor accepts {name}=1, an option that it does not have, and drops it",
-                "Name every option in the signature; **kwargs may only go on to super().__init__",
-            )
+            fault = f"the constructor accepts {name}=1, an option that it does not have, and drops it"
+            advice = "Name every option in the signature; **kwargs may only go on to super().__init__"
+            fail(variant, case, fault, advice)
 
 
 def check_sizes_are_kept_and_judged(variant: Any, case: Case) -> None:
-    """The instance has the sizes that it was asked for, and impossible sizes are refused."""
-    for name, asked in case.geometry.items():
-        kept = getattr(variant, name, None)
-        demand(
-            kept == asked,
-            variant,
-            case,
-            f"it was made with {name}={asked} and says {name}={kept}",
-            "Hand every size on to super().__init__",
-        )
+    """The instance has the sizes that it was created with, and impossible sizes are refused."""
+    for name, size in case.geometry.items():
+        own = getattr(variant, name, None)
+        fault = f"it was made with {name}={size} and says {name}={own}"
+        demand(own == size, variant, case, fault, "Hand every size on to super().__init__")
     few = {"num_heads": case.num_heads, "head_dim": case.head_dim}
     usual = {"num_kv_heads": case.num_heads, "key_dim": case.head_dim, "value_dim": case.head_dim}
     free = case.num_kv_heads == case.num_heads
-    for word, given in (("left out", {}), ("None", dict.fromkeys(usual))):
+    for words, more in (("left out", {}), ("None", dict.fromkeys(usual))):
         try:
-            made = type(variant)(**few, **given, **variant.options)
+            made = type(variant)(**few, **more, **variant.options)
         except AttnlabError:  # it needs another number of heads, say
             continue
         except Exception as other:
             raise AssertionError(
-                f"{where(variant, case)}: with {', '.join(usual)} {word} it cannot be made: "
+                f"{where(variant, case)}: with {', '.join(usual)} {words} it cannot be made: "
                 f"{type(other).__name__}: {other}. Read sizes from self, after super().__init__ has settled them"
             ) from other
-        kept = {name: getattr(made, name) for name in usual}
+        sizes = {name: getattr(made, name) for name in usual}
         if not free:  # as one that has a single key/value head by design
-            kept["num_kv_heads"] = case.num_heads
-        demand(
-            kept == usual,
-            variant,
-            case,
-            f"with {', '.join(usual)} {word} it has {kept}, expected {usual}",
-            "Key/value heads are as many as heads, keys as wide as queries, values as wide as keys",
-        )
+            sizes["num_kv_heads"] = case.num_heads
+        fault = f"with {', '.join(usual)} {words} it has {sizes}, expected {usual}"
+        advice = "Key/value heads are as many as heads, keys as wide as queries, values as wide as keys"
+        demand(sizes == usual, variant, case, fault, advice)
     bad: list[dict[str, Any]] = [{name: size} for name in case.geometry for size in (0, -1, 1.5, True)]
-    bad.append({"num_heads": 4, "num_kv_heads": 3})
-    for sizes in bad:
-        told = ", ".join(f"{n}={x!r}" for n, x in sizes.items())
+    advice = "with the sizes as they came: it validates them"
+    for changes in [*bad, {"num_heads": 4, "num_kv_heads": 3}]:
+        told = ", ".join(f"{n}={x!r}" for n, x in changes.items())
         try:
-            type(variant)(**{**case.geometry, **sizes}, **variant.options)
+            type(variant)(**{**case.geometry, **changes}, **variant.options)
         except AttnlabError:
             continue
         except Exception as other:
             raise AssertionError(
                 f"{where(variant, case)}: {told}: expected InvalidInput, got {type(other).__name__}: {other}. "
-                "Call super().__init__ first, with the sizes as they came: it judges them"
+                f"Call super().__init__ first, {advice}"
             ) from other
-        demand(
-            False,
-            variant,
-            case,
-            f"it can be made with {told}",
-            "Call super().__init__ with the sizes as they came: it judges them",
-        )
+        fail(variant, case, f"it can be made with {told}", f"Call super().__init__ {advice}")
 
 
 def check_options_are_honoured(variant: Any, case: Case) -> None:
     """`options` holds every option; whatever value the constructor accepts, it is recorded and the definition agrees with it."""
-    taken = inspect.signature(type(variant).__init__).parameters.values()
-    for name in (p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)):
-        demand(
-            name in ("self", *case.geometry, *variant.options),
-            variant,
-            case,
-            f"the constructor takes {name}, and self.options does not hold it",
-            "self.options holds every option as it was given: copies and reports are made from it",
-        )
+    parameters = inspect.signature(type(variant).__init__).parameters.values()
+    record = "self.options holds every option as it was given: copies and reports are made from it"
+    for name in (p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)):
+        known = name in ("self", *case.geometry, *variant.options)
+        demand(known, variant, case, f"the constructor takes {name}, and self.options does not hold it", record)
     if not variant.options:
         raise NotApplicable("it has no options")
     for name, value in variant.options.items():
@@ -122,20 +97,14 @@ def check_options_are_honoured(variant: Any, case: Case) -> None:
             told = f"with {name}={other!r}"
             try:
                 made = seeded(lambda **sizes: type(variant)(**sizes, **options), case)  # noqa: B023
-            except (AttnlabError, ValueError, TypeError):  # it is judged, and refused
+            except (AttnlabError, ValueError, TypeError):  # it is validated, and refused
                 continue
             made.name = variant.name
-            demand(
-                made.options.get(name) == other,
-                variant,
-                case,
-                f"it was made {told} and records {name}={made.options.get(name)!r}",
-                "self.options holds the options as they were given: copies and reports are made from it",
-            )
+            own = made.options.get(name)
+            demand(own == other, variant, case, f"it was made {told} and records {name}={own!r}", record)
             inputs = draw(replace(case, note=told), made)
             try:
-                with torch.no_grad():
-                    got = inputs.run(made).out
+                got = inputs.out(made)
                 require_exact(made, inputs)
                 exact, limit = exact_and_bound(made, inputs)
             except (UnsupportedRequest, NotApplicable):
@@ -143,55 +112,36 @@ def check_options_are_honoured(variant: Any, case: Case) -> None:
             except Exception as fault:
                 raise AssertionError(
                     f"{where(variant, inputs.case)}: the constructor accepts {name}={other!r}, and a call or the definition "
-                    f"fails with {type(fault).__name__}: {fault}. Judge the value where it is given"
+                    f"fails with {type(fault).__name__}: {fault}. Validate the value where it is given"
                 ) from fault
-            demand_close(
-                got,
-                exact,
-                limit,
-                variant,
-                inputs.case,
-                what="out",
-                versus="the float64 definition",
-                advice=f"The option {name} is accepted and does not do what the formula says: honour it, or refuse its value",
+            advice = (
+                f"The option {name} is accepted and does not do what the formula says: honour it, or refuse its value"
             )
+            Comparer(variant, inputs).close(got, exact, limit, DEFINITION, advice)
 
 
 def check_instances_are_their_own(variant: Any, case: Case) -> None:
     """Parameters and buffers of one instance are its own: writing to them changes no other instance, made before or after."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     before = like(variant).to(inputs.query.device, inputs.query.dtype).eval()
-    expected = plainly(before, inputs)
+    expected = inputs.seeded_out(before)
     with torch.no_grad():
         for x in (*variant.parameters(), *variant.buffers()):
             if x.is_floating_point():
                 x.add_(1.0)
-    agree(
-        variant,
-        inputs,
-        plainly(before, inputs),
-        expected,
-        versus="the same instance's before another instance's parameters were changed",
-        advice="Make parameters in __init__, and keep nothing on the class",
-    )
+    versus = "the same instance's before another instance's parameters were changed"
+    advice = "Make parameters in __init__, and keep nothing on the class"
+    compare.same(inputs.seeded_out(before), expected, versus, advice)
 
 
 def check_parameters_are_initialised(variant: Any, case: Case) -> None:
     """Every parameter and buffer is finite when the instance is made, where memory that nobody wrote to holds NaN."""
-    was = torch.get_deterministic_debug_mode()
-    try:
-        torch.set_deterministic_debug_mode("warn")  # torch.empty then fills what it hands out with NaN
+    with deterministic_mode("warn"):  # torch.empty then fills what it hands out with NaN
         made = type(variant)(**case.geometry, **variant.options)
-    finally:
-        torch.set_deterministic_debug_mode(was)
     for name, x in (*made.named_parameters(), *made.named_buffers()):
-        demand(
-            not x.is_floating_point() or bool(x.isfinite().all()),
-            variant,
-            case,
-            f"{name} holds what memory held before: {int((~x.isfinite()).sum())} of {x.numel()} numbers were not written",
-            "Initialise every parameter in __init__, torch.empty does not",
-        )
+        unwritten = int((~x.isfinite()).sum()) if x.is_floating_point() else 0
+        fault = f"{name} holds what memory held before: {unwritten} of {x.numel()} numbers were not written"
+        demand(not unwritten, variant, case, fault, "Initialise every parameter in __init__, torch.empty does not")
 
 
 def check_making_one_changes_no_other(variant: Any, case: Case) -> None:
@@ -200,31 +150,22 @@ def check_making_one_changes_no_other(variant: Any, case: Case) -> None:
     public = ("capabilities", "formula", "family", "gates", "conflicts", "known_failures", "definition", "golden")
 
     def attributes() -> dict[str, Any]:
-        found = {name: getattr(kind, name) for name in public}
-        return {name: dict(x) if isinstance(x, Mapping) else x for name, x in found.items()}
+        values = {name: getattr(kind, name) for name in public}
+        return {name: dict(x) if isinstance(x, Mapping) else x for name, x in values.items()}
 
     before = attributes()
     have, options = variant.capabilities, dict(variant.options)
     others = [(name, x) for name, value in options.items() for x in _other_values(value)]
     for changed in ({}, *({name: x} for name, x in others)):
-        with suppress(Exception):  # it is judged, and refused
+        with suppress(Exception):  # it is validated, and refused
             kind(**case.geometry, **{**options, **changed})
     after = attributes()
     for name, value in before.items():
-        demand(
-            after[name] == value,
-            variant,
-            case,
-            f"making another instance changed {kind.__name__}.{name}",
-            "Set it on self: use self.narrow(...), never type(self)",
-        )
-    demand(
-        variant.capabilities == have and variant.options == options,
-        variant,
-        case,
-        "making another instance changed the capabilities or options of this one",
-        "Keep options and capabilities on self, and share no mutable default",
-    )
+        fault = f"making another instance changed {kind.__name__}.{name}"
+        demand(after[name] == value, variant, case, fault, "Set it on self: use self.narrow(...), never type(self)")
+    same = variant.capabilities == have and variant.options == options
+    fault = "making another instance changed the capabilities or options of this one"
+    demand(same, variant, case, fault, "Keep options and capabilities on self, and share no mutable default")
 
 
 def _other_values(value: Any) -> list[Any]:
@@ -238,25 +179,24 @@ def _other_values(value: Any) -> list[Any]:
 
 
 def _other_words(variant: Any, case: Case, name: str) -> list[str]:
-    """The words that an option could hold instead: those that the refusal of an unknown one tells, if it is given one."""
+    """The words that an option could hold instead: those in the refusal of an unknown one, if there is one."""
     value = variant.options[name]
     if not isinstance(value, str):
         return []
     try:
         type(variant)(**case.geometry, **{**variant.options, name: f"{value}_no_such_value"})
     except Exception as refusal:
-        told = re.findall(r"[\w-]+", str(refusal))
-        return [word for word in dict.fromkeys(told) if word != value and "no_such_value" not in word]
+        words = re.findall(r"[\w-]+", str(refusal))
+        return [word for word in dict.fromkeys(words) if word != value and "no_such_value" not in word]
     return []
 
 
 def _one(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
+    return scope.cases("")
 
 
 def _some(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
-    yield case(*declared(scope, "causal", "gqa", "value_dim"), dtype=scope.base)
+    return scope.usable("", "causal+gqa+value_dim")
 
 
 CHECKS = (

@@ -7,100 +7,79 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnlab.conformance.checks._runs import agree, agree_in_all, declared, differentiated, plainly
-from attnlab.conformance.compare.messages import demand
-from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import direction_for, trained
-from attnlab.conformance.oracle.draws import seeded_draws
-from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.compare.comparer import drawn, short
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.derivatives import Answer, differentiated, direction_for
+from attnlab.conformance.oracle.seeds import seeded_draws
 from attnlab.conformance.running.check import Check, Scope
 from attnlab.conformance.running.subject import like
 
 
 def check_made_on_meta_and_loaded(variant: Any, case: Case) -> None:
     """Made on the meta device, then to_empty, reset_parameters and load_state_dict: the answer of one that was made at once."""
-    inputs = draw(case, variant)
-    expected = plainly(variant, inputs)
+    inputs, compare = drawn(case, variant)
+    expected = inputs.seeded_out(variant)
     rule = (
         "Make no decision from a tensor's value in __init__, and let reset_parameters() make again whatever the state_dict "
         "does not hold (tables in buffers with persistent=False)"
     )
-    held = next(iter([*variant.parameters(), *variant.buffers()]), inputs.query)
+    example = next(iter([*variant.parameters(), *variant.buffers()]), inputs.query)
     with seeded_draws(case.seed, case.device):
         try:
             with torch.device("meta"):
                 made = type(variant)(**case.geometry, **variant.options)
         except Exception as fault:
-            what = f"it cannot be made under torch.device('meta'): {type(fault).__name__}: {fault}"
-            demand(False, variant, case, what, rule)
-        made = made.to_empty(device=held.device)
+            compare.fail(f"it cannot be made under torch.device('meta'): {type(fault).__name__}: {fault}", rule)
+        made = made.to_empty(device=example.device)
         for x in [*made.parameters(), *made.buffers()]:  # what to_empty leaves is anything at all
             with torch.no_grad():
                 x.fill_(float("nan") if x.is_floating_point() else 0)
         for module in reversed(list(made.modules())):
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
-    made = made.to(held.device, held.dtype if held.is_floating_point() else inputs.query.dtype)
+    made = made.to(example.device, example.dtype if example.is_floating_point() else inputs.query.dtype)
     made.load_state_dict(variant.state_dict())
-    got = plainly(made.eval(), inputs)
-    agree(variant, inputs, got, expected, versus="that of the instance made at once", advice=rule)
+    compare.same(inputs.seeded_out(made.eval()), expected, "that of the instance made at once", rule)
 
 
 def check_runs_on_meta(variant: Any, case: Case) -> None:
     """Where the device meta is declared: shapes and dtypes without data, forward and backward."""
-    inputs = draw(case, variant)
-    placed = {n: _on_meta(x) for n, x in inputs.arguments.items()}
-    moved = inputs.with_tensors(
-        query=inputs.query.to("meta"), key=inputs.key.to("meta"), value=inputs.value.to("meta"), **placed
-    )
+    inputs, compare = drawn(case, variant)
+    moved = inputs.mapped(lambda x: x.to("meta"))
     expected = inputs.run(variant).out
     there = variant.to("meta")
     with contextlib.suppress(NotImplementedError):  # nothing to move where there is no tensor
         there = there.to(inputs.query.dtype)
-    got = None
     try:
         if variant.capabilities.backward:
-            _, gradients = differentiated(there, moved, trained(there))
-            wrong = [n for n, x in moved.tensors().items() if gradients[n].shape != x.shape]
-            demand(not wrong, variant, case, f"gradients of {wrong} have other shapes on meta", "Derive shapes only")
-        with torch.no_grad():
-            got = moved.run(there).out
+            _, grads = differentiated(there, moved)
+            wrong = [n for n, x in moved.tensors().items() if grads[n].shape != x.shape]
+            compare.demand(not wrong, f"gradients of {wrong} have other shapes on meta", "Derive shapes only")
+        got = moved.out(there)
     except (RuntimeError, NotImplementedError, ValueError) as fault:
-        demand(
-            False,
-            variant,
-            case,
-            f"the call fails on meta: {type(fault).__name__}: {fault}",
-            "Read shapes and dtypes only, or do not declare the device meta",
-        )
-    assert got is not None
-    facts = (got.shape, got.dtype, got.device.type)
-    demand(
-        facts == (expected.shape, expected.dtype, "meta"),
-        variant,
-        case,
-        f"out on meta is {list(got.shape)} {got.dtype} on {got.device}, expected {list(expected.shape)} {expected.dtype} "
-        "on meta",
-        "The same shapes on every device",
-    )
+        advice = "Read shapes and dtypes only, or do not declare the device meta"
+        compare.fail(f"the call fails on meta: {type(fault).__name__}: {fault}", advice)
+    right = (got.shape, got.dtype, got.device.type) == (expected.shape, expected.dtype, "meta")
+    fault_ = f"out on meta is {list(got.shape)} {got.dtype} on {got.device}, expected "
+    fault_ += f"{list(expected.shape)} {expected.dtype} on meta"
+    compare.demand(right, fault_, "The same shapes on every device")
 
 
 def check_tensors_are_made_where_query_is(variant: Any, case: Case) -> None:
     """Under another default device (torch.device("meta") as a context) a call gives what it gives without, and so do gradients."""
-    inputs = draw(case, variant)
-    recording = "backward" in case.needs
+    inputs, compare = drawn(case, variant)
     advice = (
         "Give device=query.device to every tensor that is made in a call: without it the tensor is on the wrong device "
         "wherever query is not on the default one, a GPU say"
     )
-    direction = direction_for(inputs)
 
-    def answer(one: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        if recording:
-            return differentiated(one, inputs, trained(one), direction)
-        return plainly(one, inputs), {}
+    direction = direction_for(inputs)  # made under the usual default device
+
+    def answer(one: Any) -> Answer:
+        if "backward" in case.needs:
+            return differentiated(one, inputs, direction=direction)
+        return inputs.seeded_out(one), {}
 
     expected = answer(variant)
     with seeded_draws(case.seed, case.device):
@@ -109,60 +88,38 @@ def check_tensors_are_made_where_query_is(variant: Any, case: Case) -> None:
         with torch.device("meta"):
             got = answer(fresh)
     except (RuntimeError, NotImplementedError, ValueError) as fault:
-        demand(
-            False,
-            variant,
-            case,
+        compare.fail(
             f"under torch.device('meta') as the default device, with all inputs on {case.device}, the call fails: "
-            f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}",
+            f"{type(fault).__name__}: {short(fault, 200)}",
             advice,
         )
-    demand(
-        got[0].device == expected[0].device,
-        variant,
-        case,
-        f"out is on {got[0].device} where the default device is meta and query is on {expected[0].device}",
-        advice,
-    )
-    agree_in_all(variant, inputs, got, expected, versus="the call under the usual default device", advice=advice)
-
-
-def _on_meta(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.to("meta")
-    if isinstance(x, tuple):
-        return tuple(_on_meta(part) for part in x)
-    return {n: _on_meta(part) for n, part in x.items()} if isinstance(x, dict) else x
+    places = got[0].device, expected[0].device
+    fault_ = f"out is on {places[0]} where the default device is meta and query is on {places[1]}"
+    compare.demand(places[0] == places[1], fault_, advice)
+    compare.same_answer(got, expected, "the call under the usual default device", advice)
 
 
 def _made(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
-    if not scope.quick:
-        yield case(*declared(scope, "causal", "gqa", "value_dim"), dtype=scope.base)
+    return scope.usable(*(("",) if scope.quick else ("", "causal+gqa+value_dim")))
 
 
 def _meta(scope: Scope) -> Iterable[Case]:
     if "meta" not in scope.capabilities.devices:
-        return
-    yield case(dtype=scope.base)
-    yield case(*declared(scope, "causal", "gqa", "key_mask_left", "longer_keys"), dtype=scope.base)
-    if not scope.quick:
-        yield case(*declared(scope, "mask_per_item", "bias", "segments"), dtype=scope.base)
+        return []
+    labels = ("", "causal+gqa+key_mask_left+longer_keys", "mask_per_item+bias+segments")
+    return scope.usable(*(labels[:2] if scope.quick else labels))
 
 
 def _placed(scope: Scope) -> Iterable[Case]:
-    sizes = {"dtype": scope.base}
     backward = ("backward",) if scope.capabilities.backward else ()
-    yield case(*declared(scope, "causal", "gqa", "longer_keys"), **sizes)
-    yield case(*declared(scope, "causal", "key_mask_left"), **sizes, needs=backward)
-    yield case(**sizes)
-    if scope.quick:
-        return
-    yield case(*declared(scope, "window", "key_lengths", "query_lengths"), **sizes)
-    yield case(*declared(scope, "mask_per_item", "bias", "softcap", "sinks"), **sizes, needs=backward)
-    yield case(*declared(scope, "segments", "score_mod"), **sizes)
-    yield case(*declared(scope, "batch_offset", "mask_mod"), **sizes)
-    yield case(*declared(scope, "causal"), **sizes, query_length=70, key_length=70, needs=backward)
+    yield from scope.usable("causal+gqa+longer_keys")
+    yield from scope.usable("causal+key_mask_left", needs=backward)
+    yield from scope.usable("")
+    if not scope.quick:
+        yield from scope.usable("window+key_lengths+query_lengths")
+        yield from scope.usable("mask_per_item+bias+softcap+sinks", needs=backward)
+        yield from scope.usable("segments+score_mod", "batch_offset+mask_mod")
+        yield from scope.usable("causal", query_length=70, key_length=70, needs=backward)
 
 
 CHECKS = (

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._runs import declared
-from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.comparer import DEFINITION, Comparer, drawn
+from attnlab.conformance.oracle.bounds import exact_and_bound, exact_and_bound_of_draws
 from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.conditioning import exact_and_bound_of_draws
-from attnlab.conformance.oracle.inputs import Inputs, draw, exact_and_bound
-from attnlab.conformance.oracle.sampling import exact_rows_and_bound, rows_of, sampled_rows
+from attnlab.conformance.oracle.inputs import Inputs, draw, rows_of
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.errors import InvalidInput
 
@@ -86,24 +84,24 @@ def check_agrees_on_special_contents(variant: Any, case: Case) -> None:
         one = draw(replace(case, seed=seed), variant)
         query, key, value = change(one.query, one.key, one.value)
         draws.append(one.with_tensors(query=query, key=key, value=value))
-    _compare(variant, draws, f"the float64 definition ({case.note})", advice)
+    _compare(variant, draws, f"{DEFINITION} ({case.note})", advice)
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An argument at the end of its range, or of a shape that broadcasts: what it needs and how it is made."""
+    """An argument at the end of its range, or of a shape that broadcasts: the askables it needs and how it is made."""
 
     needs: tuple[str, ...]
     make: Callable[[Inputs], Arguments]
-    labels: tuple[str, ...] = ()
+    labels: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def _fixed(*needs: str, labels: tuple[str, ...] = (), sizes: Any = None, **arguments: Any) -> Edge:
+def _fixed(*needs: str, labels: str = "", sizes: Any = None, **arguments: Any) -> Edge:
     return Edge(needs, lambda x: dict(arguments), labels, sizes or {})
 
 
-def _shaped(name: str, like: Callable[[Inputs], tuple[int, ...]], *labels: str) -> Edge:
+def _shaped(name: str, like: Callable[[Inputs], tuple[int, ...]], labels: str = "") -> Edge:
     """A mask or bias of a shape that broadcasts, each element its own."""
 
     def make(x: Inputs) -> Arguments:
@@ -165,7 +163,7 @@ _APART = {**_MANY, "batch": 2, "query_length": 40}
 EDGES: Mapping[str, Edge] = {
     "scale=0": _fixed("scale", scale=0.0),
     "scale=1": _fixed("scale", scale=1),
-    "scale=0 of both signs": _fixed("scale", labels=("causal",), scale=-0.0),
+    "scale=0 of both signs": _fixed("scale", labels="causal", scale=-0.0),
     "window=(0, 0)": _fixed("window", window=(0, 0)),
     "window=(0, None)": _fixed("window", window=(0, None)),
     "window=(0, 2)": _fixed("window", window=(0, 2)),
@@ -186,9 +184,9 @@ EDGES: Mapping[str, Edge] = {
     "softcap=150 and large scores": Edge(("softcap",), lambda x: {"softcap": 150.0, "query": x.query * 100}),
     "sinks=200": Edge(("sinks",), lambda x: {"sinks": x.query.new_full((x.query.shape[1],), 200.0)}),
     "sinks=-inf": Edge(("sinks",), lambda x: {"sinks": x.query.new_full((x.query.shape[1],), -torch.inf)}),
-    "sinks=0": Edge(("sinks",), lambda x: {"sinks": x.query.new_zeros(x.query.shape[1])}, ("mask",)),
+    "sinks=0": Edge(("sinks",), lambda x: {"sinks": x.query.new_zeros(x.query.shape[1])}, "mask"),
     "bias of zeros": Edge(("bias",), lambda x: {"bias": x.query.new_zeros(1, 1, 1, 1)}),
-    "bias of the least number": Edge(("bias",), _least_bias, ("causal",)),
+    "bias of the least number": Edge(("bias",), _least_bias, "causal"),
     "bias per row": _shaped("bias", lambda x: (1, 1, x.query.shape[2], 1)),
     "bias per head": _shaped("bias", lambda x: (x.query.shape[0], x.query.shape[1], 1, 1), "causal"),
     "bias per item": _shaped("bias", lambda x: (x.query.shape[0], 1, x.query.shape[2], x.key.shape[2])),
@@ -198,10 +196,10 @@ EDGES: Mapping[str, Edge] = {
     "mask per item and key": _shaped("mask", lambda x: (x.query.shape[0], 1, 1, x.key.shape[2])),
     "mask of everything": _shaped("mask", lambda x: (*x.query.shape[:2], x.query.shape[2], x.key.shape[2])),
     "mask that hides nothing": Edge(
-        ("mask",), lambda x: {"mask": torch.ones(x.query.shape[2], x.key.shape[2]).bool()}, ("causal",)
+        ("mask",), lambda x: {"mask": torch.ones(x.query.shape[2], x.key.shape[2]).bool()}, "causal"
     ),
     "all keys present": Edge(
-        ("key_mask",), lambda x: {"key_mask": torch.ones(x.key.shape[0], x.key.shape[2]).bool()}, ("causal",)
+        ("key_mask",), lambda x: {"key_mask": torch.ones(x.key.shape[0], x.key.shape[2]).bool()}, "causal"
     ),
     "key_lengths of one": Edge(("key_mask",), lambda x: {"key_lengths": torch.ones(x.key.shape[0], dtype=torch.int32)}),
     "lengths far apart": Edge(("key_mask", "cross_lengths"), _lengths_apart, sizes=_APART),
@@ -211,43 +209,38 @@ EDGES: Mapping[str, Edge] = {
     "segments of int32": Edge(
         ("segments",),
         lambda x: {"segments": tuple(_taking_turns(t).to(torch.int32) for t in (x.query, x.key))},
-        ("causal",),
+        "causal",
     ),
     "interleaved segments": Edge(
-        ("segments",), lambda x: {"segments": tuple(_taking_turns(t) for t in (x.query, x.key))}, ("score_mod",)
+        ("segments",), lambda x: {"segments": tuple(_taking_turns(t) for t in (x.query, x.key))}, "score_mod"
     ),
-    "gates at their ends": Edge(("gates",), _gates, ("causal",)),
+    "gates at their ends": Edge(("gates",), _gates, "causal"),
 }
 """Arguments at their ends, by name; what a broadcast mask or bias hides and adds differs in every element."""
 FAR_OFFSETS = ("offset=99", "offset=-99")
-"""What a variant may refuse whose positions end at a length that it was created with: no request tells it before."""
 
 
 def check_agrees_at_the_ends_of_arguments(variant: Any, case: Case) -> None:
     """Falsy and extreme arguments, and masks and biases of every shape that broadcasts, mean what they say."""
-    edge = EDGES[case.note]
-    drawn = draw(case, variant)
-    made = {n: x.to(case.device) if isinstance(x, Tensor) else x for n, x in edge.make(drawn).items()}
-    inputs = drawn.with_tensors(**made)
+    plain, compare = drawn(case, variant)
+    arguments = EDGES[case.note].make(plain)
+    inputs = plain.with_tensors(**{n: x.to(case.device) if isinstance(x, Tensor) else x for n, x in arguments.items()})
     advice = "Ask `is None`, never truth: 0 is a value; broadcast by axis, and keep every exponent's reference finite"
-    versus = f"the float64 definition ({case.note})"
+    versus = f"{DEFINITION} ({case.note})"
     try:
         _compare(variant, [inputs], versus, advice)
     except InvalidInput as refusal:
+        # No request tells of a length that the variant was created with, at which its positions end.
         if case.note in FAR_OFFSETS and _has_a_limit(variant):
             raise NotApplicable(f"it refuses this offset: {refusal}") from None
         raise
-    have = variant.capabilities
-    for what, word in (("weights", "need_weights"), ("lse", "need_lse")):
-        if not getattr(have, what):
-            continue
+    for what in (what for what in ("weights", "lse") if getattr(variant.capabilities, what)):
         try:
             exact, limit = exact_and_bound(variant, inputs, what)
         except KeyError:  # the definition gives none
             continue
-        with torch.no_grad():
-            got = getattr(inputs.run(variant, **{word: True}), what)
-        demand_close(got, exact, limit, variant, case, what=what, versus=versus, advice=advice)
+        got = getattr(inputs.answer(variant, **{f"need_{what}": True}), what)
+        compare.close(got, exact, limit, versus, advice, what=what)
 
 
 def _has_a_limit(variant: Any) -> bool:
@@ -260,20 +253,18 @@ def check_long_inputs_agree_by_rows(variant: Any, case: Case) -> None:
     """Lengths past the tiles of every usual kernel: rows at the borders equal the definition's."""
     inputs = long_inputs(variant, case)
     rows = sampled_rows(case)
-    with torch.no_grad():
-        got = inputs.run(variant).out
-    exact, limit = exact_rows_and_bound(variant, inputs, rows)
-    demand_close(
-        rows_of(got, rows),
-        exact,
-        limit,
-        variant,
-        case,
-        what="out",
-        versus=f"the float64 definition (rows {', '.join(map(str, rows))})",
-        rows=rows,
-        advice="Look at what passes from tile to tile: the running maximum, both sums, positions, the last partial tile",
-    )
+    got = rows_of(inputs.out(variant), rows)
+    exact, limit = exact_and_bound(variant, inputs, rows=rows)
+    versus = f"{DEFINITION} (rows {', '.join(map(str, rows))})"
+    advice = "Look at what passes from tile to tile: the running maximum, both sums, positions, the last partial tile"
+    Comparer(variant, inputs).close(got, exact, limit, versus, advice, rows=rows)
+
+
+def sampled_rows(case: Case) -> list[int]:
+    """The first and last rows, those beside the borders of tiles of 64 and 1024, and some between."""
+    last = case.query_length - 1
+    rows = (0, 1, 63, 64, 65, 255, 256, last // 2, 1023, 1024, last - 70, last - 1, last)
+    return sorted({row for row in rows if 0 <= row <= last})
 
 
 def long_inputs(variant: Any, case: Case) -> Inputs:
@@ -291,39 +282,31 @@ def _compare(variant: Any, draws: list[Inputs], versus: str, advice: str) -> Non
     exact, limit = exact_and_bound_of_draws(variant, draws)
     if not bool(exact.isfinite().all()):
         raise NotApplicable(f"its formula has no value there: {inputs.case.note}")
-    with torch.no_grad():
-        got = inputs.run(variant).out
-    demand_close(got, exact, limit, variant, inputs.case, what="out", versus=versus, advice=advice, inputs=inputs)
+    Comparer(variant, inputs).close(inputs.out(variant), exact, limit, versus, advice, inputs=inputs)
 
 
 def _contents(scope: Scope) -> Iterable[Case]:
+    one = {"batch": 1, "num_heads": 1, "num_kv_heads": 1}
     for note in CONTENTS:
         if scope.stepwise and note in SHIFTED:
             continue
         if note in SLOPING:
-            one = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 5, "key_length": 600}
-            yield case(needs=("cross_lengths",), dtype=scope.base, note=note, **one)
-            yield case(
-                *declared(scope, "causal"),
-                dtype=scope.base,
-                note=note,
-                **{**one, "query_length": 140, "key_length": 140},
-            )
+            yield from scope.cases("", needs=("cross_lengths",), note=note, **one, query_length=5, key_length=600)
+            yield from scope.usable("causal", note=note, **one, query_length=140, key_length=140)
             continue
         for dtype in dict.fromkeys((scope.base, scope.precise)):
             yield case(dtype=dtype, note=note)
-        yield case("causal", "key_mask_left", dtype=scope.base, note=note)
+        yield from scope.cases("causal+key_mask_left", note=note)
 
 
 def _edges(scope: Scope) -> Iterable[Case]:
     for note, edge in EDGES.items():
-        if scope.quick and edge.sizes.get("key_length", 0) > 100:
-            continue
-        yield case(*declared(scope, *edge.labels), needs=edge.needs, dtype=scope.base, note=note, **edge.sizes)
+        if not (scope.quick and edge.sizes.get("key_length", 0) > 100):
+            yield from scope.usable(edge.labels, needs=edge.needs, note=note, **edge.sizes)
 
 
 def long_cases(scope: Scope) -> Iterable[Case]:
-    """Cases of few items and heads past every tile; the precise dtype, so that one key among many is seen."""
+    """Cases of few items and heads past every tile; the precise dtype, so that one key among many shows."""
     length = 300 if scope.stepwise else 1500
     one: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "dtype": scope.precise}
     square = {**one, "query_length": length, "key_length": length}
@@ -331,13 +314,9 @@ def long_cases(scope: Scope) -> Iterable[Case]:
     yield case("causal", **{**square, **two})
     if scope.quick:
         return
-    for labels in (
-        ("bias", "softcap"),
-        ("left_window", "sinks"),
-        ("causal", "mask_mod", "score_mod"),
-        ("mask", "bias_per_key"),
-    ):
-        yield case(*declared(scope, *labels), **square)
+    yield from scope.usable(
+        "bias+softcap", "left_window+sinks", "causal+mask_mod+score_mod", "mask+bias_per_key", **square
+    )
     yield banded(scope, one)
     yield case(needs=("key_mask",), note="late keys", **square)
     yield case("bottom_right", **{**square, **two, "batch": 2, "query_length": length // 4 + 3})

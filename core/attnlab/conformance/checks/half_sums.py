@@ -20,7 +20,6 @@ may have been rounded once, 2 u |out|; and where weights of a row differ, each m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from attnlab.conformance.checks._averages import mixed
 from attnlab.conformance.checks._stepping import NEEDS, feed
 from attnlab.conformance.compare.advice import of_precision
-from attnlab.conformance.compare.messages import demand_close
+from attnlab.conformance.compare.comparer import Comparer
 from attnlab.conformance.compare.tolerances import UNIT, Bound, bound, largest
 from attnlab.conformance.oracle.cases import Case, case
 from attnlab.conformance.oracle.draws import require_exact
@@ -63,17 +62,8 @@ def check_half_precision_is_summed_in_float32(variant: Any, case: Case) -> None:
     magnitude = max(largest(apart), largest(inputs.value))
     exact, spread = defined["out"][:, :, rows], _spread(defined.get("weights"), visible, inputs)
     limit = _limit(case, exact, single[:, :, rows], magnitude, spread)
-    demand_close(
-        got[:, :, rows],
-        exact,
-        limit,
-        variant,
-        case,
-        what="out",
-        versus="the float64 definition of the same numbers",
-        advice=of_precision(variant, case, ADVICE),
-        rows=rows,
-    )
+    versus, advice = "the float64 definition of the same numbers", of_precision(variant, case, ADVICE)
+    Comparer(variant, inputs).close(got[:, :, rows], exact, limit, versus, advice, rows=rows)
 
 
 def _small_rows(exact: Tensor) -> list[int]:
@@ -129,27 +119,19 @@ def _cancelling(like: Tensor, width: int, seed: int) -> Tensor:
 
 
 def _sums(scope: Scope) -> Iterable[Case]:
-    steps = scope.stepwise  # whose definition walks over the keys for each query
-    longest, square = (256, 72) if steps else (1024, 96)
+    # A stepwise definition walks over the keys for each query.
+    rows, longest, square = (2, 256, 72) if scope.stepwise else (16, 1024, 96)
     if scope.family == "feature_map":  # errors of many features average out: only sums past 2^11 show in float16
         longest = 2048
-    sizes: dict[str, Any] = {"head_dim": 32, "key_dim": 32, "value_dim": 32, "batch": 1}
-    far = {"head_dim": 64, "key_dim": 64, "value_dim": 64}  # whose scale is a power of two
     for dtype in (d for d in HALF if d in scope.dtypes):
-        one = {**sizes, "dtype": dtype}
+        one: dict[str, Any] = {"head_dim": 32, "key_dim": 32, "value_dim": 32, "batch": 1, "dtype": dtype}
+        far = {"head_dim": 64, "key_dim": 64, "value_dim": 64}  # whose scale is a power of two
         for note in (CANCELLING, UNEQUAL, FAR) if scope.family == "score" else (CANCELLING, UNEQUAL):
             for length in (64,) if note == FAR else (longest,) if scope.quick else (64, longest):
-                rows = 2 if steps else 16
-                c = case(
-                    **{**one, **(far if note == FAR else {})},
-                    note=note,
-                    query_length=rows,
-                    key_length=length,
-                    needs=("cross_lengths",),
-                )
+                across: dict[str, Any] = {"query_length": rows, "key_length": length, "needs": ("cross_lengths",)}
                 if not scope.capabilities.cross_lengths:
-                    c = replace(c, query_length=min(length, 256), key_length=min(length, 256), needs=())
-                yield c
+                    across = {"query_length": min(length, 256), "key_length": min(length, 256)}
+                yield case(**{**one, **(far if note == FAR else {})}, note=note, **across)
         whole = {**one, "query_length": square, "key_length": square}
         yield case("causal", **whole, note=STATE, needs=NEEDS)
         if not scope.quick:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._averages import require_average
-from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.checks._averages import no_null_slot, require_average
+from attnlab.conformance.compare.comparer import Comparer, drawn
 from attnlab.conformance.compare.tolerances import largest, rounding_bound
 from attnlab.conformance.oracle.cases import Case, case
 from attnlab.conformance.oracle.draws import require_exact
@@ -20,124 +20,80 @@ from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 def check_permuting_keys_changes_nothing(variant: Any, case: Case) -> None:
     """Keys, values and their key mask in another order give the same output."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     order = torch.randperm(case.key_length, generator=torch.Generator().manual_seed(4)).to(case.device)
-    moved: dict[str, Any] = {"key": inputs.key[:, :, order], "value": inputs.value[:, :, order]}
+    moved = inputs.changed(lambda x: x[:, :, order], "key", "value")
     if "key_mask" in inputs.arguments:
-        moved["key_mask"] = inputs.arguments["key_mask"][:, order]
-    _agree(
-        variant,
-        inputs,
-        inputs.with_tensors(**moved),
-        "the call with keys in their first order",
-        "Drop the claim `position_free`, or look for a dependence on the key's index",
-    )
+        moved = moved.with_tensors(key_mask=inputs.arguments["key_mask"][:, order])
+    advice = "Drop the claim `position_free`, or look for a dependence on the key's index"
+    _agree(compare, moved, "the call with keys in their first order", advice)
 
 
 def check_permuting_queries_permutes_outputs(variant: Any, case: Case) -> None:
     """Queries in another order give the outputs in that order."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     order = torch.randperm(case.query_length, generator=torch.Generator().manual_seed(5)).to(case.device)
-    with torch.no_grad():
-        expected = inputs.run(variant).out[:, :, order]
-    _agree(
-        variant,
-        inputs,
-        inputs.with_tensors(query=inputs.query[:, :, order]),
-        "the outputs permuted alike",
-        "Drop the claim `position_free`, or look for a dependence on the query's index",
-        expected,
-    )
+    moved = inputs.changed(lambda x: x[:, :, order], "query")
+    advice = "Drop the claim `position_free`, or look for a dependence on the query's index"
+    _agree(compare, moved, "the outputs permuted alike", advice, inputs.out(variant)[:, :, order])
 
 
 def check_linear_in_value(variant: Any, case: Case) -> None:
     """out(2 v + 3 w) = 2 out(v) + 3 out(w)."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     other = draw(replace(case, seed=case.seed + 13), variant).value
-    with torch.no_grad():
-        expected = 2 * inputs.run(variant).out + 3 * inputs.with_tensors(value=other).run(variant).out
-    _agree(
-        variant,
-        inputs,
-        inputs.with_tensors(value=2 * inputs.value + 3 * other),
-        "2 out(v) + 3 out(w)",
-        "Drop the claim `linear_in_value`, or keep values out of the weights",
-        expected,
-    )
+    expected = 2 * inputs.out(variant) + 3 * inputs.with_tensors(value=other).out(variant)
+    mixed = inputs.with_tensors(value=2 * inputs.value + 3 * other)
+    advice = "Drop the claim `linear_in_value`, or keep values out of the weights"
+    _agree(compare, mixed, "2 out(v) + 3 out(w)", advice, expected)
 
 
 def check_equal_values_come_through(variant: Any, case: Case) -> None:
     """Where every value is the same vector, a normalised mean of them is that vector."""
     no_null_slot(variant)
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     require_average(variant, inputs)
     same = inputs.value[:, :1, :1].expand_as(inputs.value).clone()
     sees = attended(variant, inputs).unsqueeze(-1)
     expected = torch.where(sees, same[:, :1, :1].expand(-1, case.num_heads, case.query_length, -1), 0)
-    _agree(
-        variant,
-        inputs,
-        inputs.with_tensors(value=same),
-        "the value that all keys carry",
-        "The normaliser must sum exactly the weights that the numerator uses",
-        expected,
-    )
+    advice = "The normaliser must sum exactly the weights that the numerator uses"
+    _agree(compare, inputs.with_tensors(value=same), "the value that all keys carry", advice, expected)
 
 
 def check_one_visible_key_copies_its_value(variant: Any, case: Case) -> None:
     """A query that sees one key returns that key's value."""
     no_null_slot(variant)
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     chosen = 2
     present = torch.zeros(case.batch, case.key_length, dtype=torch.bool, device=case.device)
     present[:, chosen] = True
-    group = case.num_heads // case.num_kv_heads
-    value = inputs.value.repeat_interleave(group, dim=1)[:, :, chosen : chosen + 1]
+    value = _per_query_head(inputs)[:, :, chosen : chosen + 1]
     alone = inputs.with_tensors(key_mask=present)
     require_average(variant, alone)
     expected = torch.where(attended(variant, alone).unsqueeze(-1), value, 0)
-    _agree(
-        variant,
-        inputs,
-        alone,
-        f"the value of key {chosen}, the only one present",
-        "The normaliser must leave absent keys out",
-        expected,
-    )
+    advice = "The normaliser must leave absent keys out"
+    _agree(compare, alone, f"the value of key {chosen}, the only one present", advice, expected)
 
 
 def check_duplicated_keys_change_nothing(variant: Any, case: Case) -> None:
     """Every key and value twice gives the same normalised mean."""
     no_null_slot(variant)
-    inputs = draw(case, variant)
-    twice = inputs.with_tensors(key=inputs.key.repeat(1, 1, 2, 1), value=inputs.value.repeat(1, 1, 2, 1))
+    inputs, compare = drawn(case, variant)
+    twice = inputs.changed(lambda x: x.repeat(1, 1, 2, 1), "key", "value")
     _law_of_its_formula(variant, inputs, twice)
-    _agree(
-        variant,
-        inputs,
-        twice,
-        "the call with each key once",
-        "Weights are a quotient: numerator and normaliser both double",
-    )
+    advice = "Weights are a quotient: numerator and normaliser both double"
+    _agree(compare, twice, "the call with each key once", advice)
 
 
 def check_scale_zero_gives_the_mean(variant: Any, case: Case) -> None:
     """With scale=0 all scores are equal: out is the mean of the visible values."""
     no_null_slot(variant)
     inputs = draw(case, variant).with_tensors(scale=0.0)
-    seen = inputs.visible().to(torch.float64)
-    group = case.num_heads // case.num_kv_heads
-    value = inputs.value.to(torch.float64).repeat_interleave(group, dim=1)
-    expected = seen @ value / seen.sum(dim=-1, keepdim=True).clamp_min(1)
+    visible = inputs.visible().to(torch.float64)
+    expected = visible @ _per_query_head(inputs).to(torch.float64) / visible.sum(dim=-1, keepdim=True).clamp_min(1)
     _law_of_its_formula(variant, inputs, inputs, expected)
-    _agree(
-        variant,
-        inputs,
-        inputs,
-        "the mean of the visible values",
-        "scale= is ignored, or applied after the softmax",
-        expected,
-    )
+    advice = "scale= is ignored, or applied after the softmax"
+    _agree(Comparer(variant, inputs), inputs, "the mean of the visible values", advice, expected)
 
 
 def check_the_default_scale_is_the_one_in_use(variant: Any, case: Case) -> None:
@@ -145,82 +101,61 @@ def check_the_default_scale_is_the_one_in_use(variant: Any, case: Case) -> None:
     default = variant.default_scale()
     if default is None:
         raise NotApplicable("its formula has no scale")
-    inputs = draw(case, variant)
-    _agree(
-        variant,
-        inputs,
-        inputs.with_tensors(scale=default),
-        "the call without scale=",
-        "default_scale() is read by adapters and tools: override it where the formula's scale is another than Dk^-0.5",
+    inputs, compare = drawn(case, variant)
+    advice = (
+        "default_scale() is read by adapters and tools: override it where the formula's scale is another than Dk^-0.5"
     )
+    _agree(compare, inputs.with_tensors(scale=default), "the call without scale=", advice)
 
 
 def check_packed_sequences_equal_separate_ones(variant: Any, case: Case) -> None:
     """Two sequences in one row, told apart by segments, give what each gives alone."""
-    inputs = draw(case, variant)
-    cut = case.key_length // 2 - 1
-    ids = (torch.arange(case.key_length, device=case.device) >= cut).long().expand(case.batch, -1)
-
-    def part(window: slice) -> Inputs:
-        named = {n: x[:, :, window] for n, x in inputs.tensors().items()}
-        return inputs.rebuilt(named)
-
-    with torch.no_grad():
-        separate = torch.cat([part(s).run(variant).out for s in (slice(0, cut), slice(cut, None))], dim=2)
-    _agree(
-        variant,
-        inputs,
-        inputs.with_tensors(segments=(ids, ids)),
-        "the two sequences run separately",
-        "Segments hide every pair across their border; positions and alignments restart in each",
-        separate,
-    )
+    inputs, compare = drawn(case, variant)
+    ids = _second_half(case).long().expand(case.batch, -1)
+    advice = "Segments hide every pair across their border; positions and alignments restart in each"
+    _agree(compare, inputs.with_tensors(segments=(ids, ids)), SEPARATELY, advice, _halves(variant, inputs))
 
 
 def check_a_sequence_may_begin_anywhere(variant: Any, case: Case) -> None:
     """Where `shift_invariant` is claimed: two sequences in one row, told apart by a mask alone, give what each gives alone."""
     if variant.capabilities.position_free or not variant.shift_invariant:
         raise NotApplicable("it claims no shift_invariant beside positions that it reads")
-    inputs = draw(case, variant)
-    cut = case.key_length // 2 - 1
-    of_second = torch.arange(case.key_length, device=case.device) >= cut
+    inputs, compare = drawn(case, variant)
+    second = _second_half(case)
+    advice = "Only differences of positions may count where shift_invariant is claimed; drop the claim if a position counts from 0"
+    _agree(compare, inputs.with_tensors(mask=second[:, None] == second), SEPARATELY, advice, _halves(variant, inputs))
 
-    def part(window: slice) -> Inputs:
-        return inputs.rebuilt({n: x[:, :, window] for n, x in inputs.tensors().items()})
 
-    with torch.no_grad():
-        separate = torch.cat([part(s).run(variant).out for s in (slice(0, cut), slice(cut, None))], dim=2)
-    _agree(
-        variant,
-        inputs,
-        inputs.with_tensors(mask=of_second[:, None] == of_second),
-        "the two sequences run separately",
-        "Only differences of positions may count where shift_invariant is claimed; drop the claim if a position counts from 0",
-        separate,
-    )
+SEPARATELY = "the two sequences run separately"
+
+
+def _second_half(case: Case) -> Tensor:
+    """Which tokens belong to the second of two sequences, bool `[L]`."""
+    return torch.arange(case.key_length, device=case.device) >= case.key_length // 2 - 1
+
+
+def _halves(variant: Any, inputs: Inputs) -> Tensor:
+    """Out of the two sequences, each in a call of its own."""
+    second = _second_half(inputs.case)
+    return torch.cat([inputs.changed(lambda x: x[:, :, part]).out(variant) for part in (~second, second)], dim=2)  # noqa: B023
 
 
 def check_null_key_takes_weight(variant: Any, case: Case) -> None:
     """Where claimed: values that are all one vector do not come through whole, as the slot takes a share of the weight."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     same = inputs.with_tensors(value=torch.ones_like(inputs.value))
-    with torch.no_grad():
-        out = same.run(variant).out
     sees = same.visible().any(dim=-1, keepdim=True)
     size = rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=1.0).limit
-    demand(
-        bool(((out - 1).abs() > 4 * size).any(dim=-1, keepdim=True)[sees].any()),
-        variant,
-        case,
+    compare.demand(
+        bool(((same.out(variant) - 1).abs() > 4 * size).any(dim=-1, keepdim=True)[sees].any()),
         "null_key is claimed, and values of 1 give an out of 1 in every row: no slot takes weight",
         "Drop the claim `null_key`, or let the slot join the normaliser",
     )
 
 
-def no_null_slot(variant: Any) -> None:
-    """`NotApplicable` where a slot without a value takes part of the weight."""
-    if variant.capabilities.null_key:
-        raise NotApplicable("it declares null_key: a slot without a value takes part of the weight")
+def _per_query_head(inputs: Inputs) -> Tensor:
+    """Values repeated for the query heads that read them."""
+    return inputs.value.repeat_interleave(inputs.query.shape[1] // inputs.value.shape[1], dim=1)
 
 
 def _law_of_its_formula(variant: Any, inputs: Inputs, changed: Inputs, expected: Tensor | None = None) -> None:
@@ -237,23 +172,17 @@ def _law_of_its_formula(variant: Any, inputs: Inputs, changed: Inputs, expected:
     require_exact(variant, inputs)
 
 
-def _agree(
-    variant: Any, inputs: Inputs, changed: Inputs, versus: str, advice: str, expected: Tensor | None = None
-) -> None:
-    case = inputs.case
-    with torch.no_grad():
-        got = changed.run(variant).out
-        if expected is None:
-            expected = inputs.run(variant).out
-    size = max(largest(expected), largest(inputs.value), largest(changed.value))
-    limit = rounding_bound(case.dtype, terms=2 * reduction_terms(case), magnitude=size)
-    demand_close(got, expected, limit, variant, case, what="out", versus=versus, advice=advice)
+def _agree(compare: Comparer, changed: Inputs, versus: str, advice: str, expected: Tensor | None = None) -> None:
+    """Fail unless the changed call gives what is expected, the first call's out unless stated."""
+    expected = compare.inputs.out(compare.variant) if expected is None else expected
+    sizes: dict[str, Any] = {"terms": 2 * reduction_terms(compare.case)}
+    sizes["magnitude"] = max(largest(compare.inputs.value), largest(changed.value))
+    compare.same(changed.out(compare.variant), expected, versus, advice, **sizes)
 
 
-def _plain(*labels: tuple[str, ...], needs: tuple[str, ...] = ()) -> Any:
+def _plain(*labels: str, needs: tuple[str, ...] = ()) -> Any:
     def make(scope: Scope) -> Iterable[Case]:
-        for one in ((), *labels):
-            yield case(*one, needs=needs, dtype=scope.base)
+        yield from scope.cases("", *labels, needs=needs)
         for dtype in dict.fromkeys((scope.precise, *scope.dtypes[-1:])):
             if dtype != scope.base:
                 yield case(needs=needs, dtype=dtype)
@@ -262,49 +191,26 @@ def _plain(*labels: tuple[str, ...], needs: tuple[str, ...] = ()) -> Any:
 
 
 def _softmax(scope: Scope) -> Iterable[Case]:
-    if scope.family == "score":
-        yield from _plain(("causal",), ("mask",), ("gqa",), needs=("scale",))(scope)
+    return _plain("causal", "mask", "gqa", needs=("scale",))(scope) if scope.family == "score" else []
 
 
+def _law(function: Any, cases: Any, *claims: str, random_too: bool = False) -> Check:
+    return Check(function, "laws", cases, claims=claims, random_too=random_too)
+
+
+_SHORT = _plain("key_mask_left", "gqa")
+_HIDING = _plain("causal", "mask", "key_mask_left", "window", "gqa")
+_SCALED = _plain("gqa", "value_dim", needs=("scale",))
 CHECKS = (
-    Check(check_null_key_takes_weight, "laws", _plain(), claims=("null_key",), random_too=True),
-    Check(
-        check_permuting_keys_changes_nothing, "laws", _plain(("key_mask_left",), ("gqa",)), claims=("position_free",)
-    ),
-    Check(
-        check_permuting_queries_permutes_outputs,
-        "laws",
-        _plain(("key_mask_left",), ("gqa",)),
-        claims=("position_free",),
-    ),
-    Check(check_linear_in_value, "laws", _plain(("causal",), ("gqa",)), claims=("linear_in_value",), random_too=True),
-    Check(
-        check_equal_values_come_through,
-        "laws",
-        _plain(("causal",), ("mask",), ("key_mask_left",), ("window",), ("gqa",)),
-        claims=("normalised",),
-        random_too=True,
-    ),
-    Check(
-        check_one_visible_key_copies_its_value,
-        "laws",
-        _plain(("gqa",), needs=("key_mask",)),
-        claims=("normalised",),
-        random_too=True,
-    ),
-    Check(
-        check_duplicated_keys_change_nothing,
-        "laws",
-        _plain(("gqa",), needs=("cross_lengths",)),
-        claims=("normalised", "position_free"),
-    ),
-    Check(
-        check_the_default_scale_is_the_one_in_use,
-        "laws",
-        _plain(("gqa",), ("value_dim",), needs=("scale",)),
-        random_too=True,
-    ),
-    Check(check_scale_zero_gives_the_mean, "laws", _softmax, claims=("normalised",)),
-    Check(check_packed_sequences_equal_separate_ones, "laws", _plain(("causal",), needs=("segments",))),
-    Check(check_a_sequence_may_begin_anywhere, "laws", _plain(("causal",), needs=("mask",))),
+    _law(check_null_key_takes_weight, _plain(), "null_key", random_too=True),
+    _law(check_permuting_keys_changes_nothing, _SHORT, "position_free"),
+    _law(check_permuting_queries_permutes_outputs, _SHORT, "position_free"),
+    _law(check_linear_in_value, _plain("causal", "gqa"), "linear_in_value", random_too=True),
+    _law(check_equal_values_come_through, _HIDING, "normalised", random_too=True),
+    _law(check_one_visible_key_copies_its_value, _plain("gqa", needs=("key_mask",)), "normalised", random_too=True),
+    _law(check_duplicated_keys_change_nothing, _plain("gqa", needs=("cross_lengths",)), "normalised", "position_free"),
+    _law(check_the_default_scale_is_the_one_in_use, _SCALED, random_too=True),
+    _law(check_scale_zero_gives_the_mean, _softmax, "normalised"),
+    _law(check_packed_sequences_equal_separate_ones, _plain("causal", needs=("segments",))),
+    _law(check_a_sequence_may_begin_anywhere, _plain("causal", needs=("mask",))),
 )

@@ -5,87 +5,60 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnlab.conformance.compare.messages import demand, demand_close
-from attnlab.conformance.compare.tolerances import largest, rounding_bound
-from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import direction_for, gradients, recorded, trained
-from attnlab.conformance.oracle.draws import seeded_draws
-from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.compare.comparer import drawn
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.derivatives import Gradients, direction_for, gradients, recorded, slopes, trained
+from attnlab.conformance.oracle.inputs import Inputs
+from attnlab.conformance.oracle.seeds import seeded_draws
 from attnlab.conformance.running.check import Check, Scope
 from attnlab.conformance.running.subject import like
 
 
 def check_copies_agree(variant: Any, case: Case) -> None:
     """deepcopy, and a new instance with the same options and state_dict, give the same output; pickle where it can."""
-    inputs = draw(case, variant)
-    with torch.no_grad():
-        expected = inputs.run(variant).out
-        made = like(variant)
-        made = made.to(inputs.query.device, inputs.query.dtype)
-        made.load_state_dict(variant.state_dict())
-        others = {"deepcopy": copy.deepcopy(variant), "a new instance with its options and state_dict": made}
-        if "<locals>" not in type(variant).__qualname__:  # a class in a function cannot be pickled by anyone
-            others["pickle"] = pickle.loads(pickle.dumps(variant))
-        for word, other in others.items():
-            demand_close(
-                inputs.run(other).out,
-                expected,
-                rounding_bound(
-                    case.dtype, terms=reduction_terms(case), magnitude=max(largest(expected), largest(inputs.value))
-                ),
-                variant,
-                case,
-                what="out",
-                versus=f"the original's ({word})",
-                advice="Keep tensors in nn.Parameter or register_buffer, and every option in self.options",
-            )
+    inputs, compare = drawn(case, variant)
+    expected = inputs.out(variant)
+    made = like(variant).to(inputs.query.device, inputs.query.dtype)
+    made.load_state_dict(variant.state_dict())
+    others = {"deepcopy": copy.deepcopy(variant), "a new instance with its options and state_dict": made}
+    if "<locals>" not in type(variant).__qualname__:  # a class in a function cannot be pickled by anyone
+        others["pickle"] = pickle.loads(pickle.dumps(variant))
+    advice = "Keep tensors in nn.Parameter or register_buffer, and every option in self.options"
+    for words, other in others.items():
+        compare.same(inputs.out(other), expected, f"the original's ({words})", advice)
 
 
 def check_recomputation_gives_the_same_gradients(variant: Any, case: Case) -> None:
     """Under torch.utils.checkpoint, dropout included, gradients are those of a plain run with the same seed."""
-    inputs = draw(case, variant)
-    direction = direction_for(inputs)
+    inputs, compare = drawn(case, variant)
     more = {"dropout_p": 0.4} if "dropout" in case.needs else {}
     with seeded_draws(6, case.device):
-        _, expected = gradients(variant, inputs, direction, **more)
+        _, expected = gradients(variant, inputs, direction_for(inputs), **more)
     with seeded_draws(6, case.device):
-        found = _recomputed(variant, inputs, direction, more)
-    for name, gradient in found.items():
-        size = max(largest(expected[name]), largest(direction) * largest(inputs.value))
-        demand_close(
-            gradient,
-            expected[name],
-            rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
-            variant,
-            case,
-            what=f"gradient of {name}",
-            versus="the gradient without torch.utils.checkpoint",
-            advice="Draw dropout from torch's default generator, and keep nothing between forward and backward",
-        )
+        got = _recomputed(variant, inputs, more)
+    versus = "the gradient without torch.utils.checkpoint"
+    advice = "Draw dropout from torch's default generator, and keep nothing between forward and backward"
+    compare.same_gradients(got, {n: expected[n] for n in got}, versus, advice)
 
 
 def check_gradients_reach_every_parameter(variant: Any, case: Case) -> None:
     """Each parameter that requires a gradient receives one that is not all zero."""
-    inputs = draw(case, variant)
-    _, found = gradients(variant, inputs, direction_for(inputs))
+    inputs, compare = drawn(case, variant)
+    _, grads = gradients(variant, inputs, direction_for(inputs))
     for name in trained(variant):
-        demand(
-            bool(found[name].count_nonzero()),
-            variant,
-            case,
-            f"parameter {name} receives no gradient",
-            "Use it in the forward, or do not register it",
+        nonzero = bool(grads[name].count_nonzero())
+        compare.demand(
+            nonzero, f"parameter {name} receives no gradient", "Use it in the forward, or do not register it"
         )
 
 
-def _recomputed(variant: Any, inputs: Inputs, direction: Tensor, more: dict[str, Any]) -> dict[str, Tensor]:
+def _recomputed(variant: Any, inputs: Inputs, more: dict[str, Any]) -> Gradients:
     leaves = recorded(inputs.tensors())
 
     def run(*tensors: Tensor) -> Tensor:
@@ -93,24 +66,21 @@ def _recomputed(variant: Any, inputs: Inputs, direction: Tensor, more: dict[str,
         return out
 
     with torch.enable_grad():
-        out = checkpoint(run, *leaves.values(), use_reentrant=False)
-        found = torch.autograd.grad(out, list(leaves.values()), direction, allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+        return slopes(checkpoint(run, *leaves.values(), use_reentrant=False), leaves, direction_for(inputs))
 
 
 def _copies(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
-    yield case("causal", "gqa", dtype=scope.base)
+    return scope.cases("", "causal+gqa")
 
 
 def _recomputing(scope: Scope) -> Iterable[Case]:
-    for c in (case(dtype=scope.base), case("causal", dtype=scope.base)):
-        yield replace(c, needs=("backward",))
-        yield replace(c, needs=("backward", "dropout"), note="dropout")
+    for labels in ("", "causal"):
+        yield from scope.cases(labels, needs=("backward",))
+        yield from scope.cases(labels, needs=("backward", "dropout"), note="dropout")
 
 
 def _plain(scope: Scope) -> Iterable[Case]:
-    yield case(needs=("backward",), dtype=scope.base)
+    return scope.cases("", needs=("backward",))
 
 
 CHECKS = (

@@ -1,4 +1,4 @@
-"""What is not declared is refused, with a reason, before any tensor work. Needs torch.
+"""Features that are not declared are refused, with a reason, before any tensor work. Needs torch.
 
 One case per undeclared askable; a variant that quietly accepts one fails, and the message names it.
 """
@@ -13,23 +13,22 @@ from torch import Tensor
 
 from attnlab.capabilities import ASKABLE, DTYPES
 from attnlab.conformance.checks._watching import Watch
+from attnlab.conformance.compare.comparer import drawn, fail
 from attnlab.conformance.compare.messages import demand, where
-from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.cases import Case
 from attnlab.conformance.oracle.inputs import Inputs, draw
 from attnlab.conformance.running.check import Check, Scope
 from attnlab.conformance.running.subject import like
 from attnlab.errors import InvalidInput, UnsupportedRequest
 from attnlab.visibility import AttentionMask
 
-# How each askable of a call is asked for: the arguments, made from plain inputs.
-ASKED: dict[str, Callable[[Inputs], dict[str, Any]]] = {
+# The arguments that request each askable of a call, made from plain inputs.
+REQUESTS: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "causal": lambda x: {"causal": True},
     "window": lambda x: {"window": (2, 1)},
-    "key_mask": lambda x: {
-        "key_mask": torch.ones(x.key.shape[0], x.key.shape[2], dtype=torch.bool, device=x.key.device)
-    },
-    "mask": lambda x: {"mask": torch.ones(x.query.shape[2], x.key.shape[2], dtype=torch.bool, device=x.key.device)},
-    "segments": lambda x: {"segments": (_zeros(x.query), _zeros(x.key))},
+    "key_mask": lambda x: {"key_mask": torch.ones(x.key.shape[0], x.key.shape[2], device=x.key.device).bool()},
+    "mask": lambda x: {"mask": torch.ones(x.query.shape[2], x.key.shape[2], device=x.key.device).bool()},
+    "segments": lambda x: {"segments": tuple(t.new_zeros(t.shape[0], t.shape[2]).long() for t in (x.query, x.key))},
     "mask_mod": lambda x: {"mask_mod": lambda b, h, q, k: q >= k},
     "score_mod": lambda x: {"score_mod": lambda score, b, h, q, k: score},
     "bias": lambda x: {"bias": x.query.new_zeros(1, 1, x.query.shape[2], x.key.shape[2])},
@@ -49,46 +48,34 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def check_refuses_what_it_does_not_declare(variant: Any, case: Case) -> None:
-    """Asking for an undeclared askable raises `UnsupportedRequest` with a reason that names it."""
-    feature = case.note
+    """A request for an undeclared askable raises `UnsupportedRequest` with a reason that names it."""
     inputs = draw(case, variant)
+    with torch.enable_grad():
+        demand_refusal(variant, case, case.note.split(" ")[0], lambda: _request(variant, inputs, case.note))
+
+
+def _request(variant: Any, inputs: Inputs, feature: str) -> None:
+    """Request the feature, at creation or in a call: an argument, a size, a dtype or a device."""
     if feature in SIZES:
-        demand_refusal(variant, case, feature, lambda: _resized(variant, SIZES[feature]))
-        return
-    if feature == "head_dims":
-        size = _illegal_width(variant.capabilities.head_dims)
-        widths = {"head_dim": size, "key_dim": size, "value_dim": size}
-        demand_refusal(variant, case, feature, lambda: like(variant, **widths))
-        return
-    if feature == "state":
-        demand_refusal(
-            variant,
-            case,
-            feature,
-            lambda: inputs.run(
-                variant, state=variant.init_state(case.batch, device=case.device, dtype=inputs.key.dtype)
-            ),
-        )
-        return
-    if feature == "cross_lengths":
-        short = inputs.with_tensors(query=inputs.query[:, :, :3])
-        demand_refusal(variant, case, feature, lambda: _counted(variant, short, {}))
-        return
-    if feature == "backward":
-        recorded = inputs.with_tensors(query=inputs.query.clone().requires_grad_())
-        with torch.enable_grad():
-            demand_refusal(variant, case, feature, lambda: _counted(variant, recorded, {}))
-        return
-    if feature.startswith("dtype "):
+        like(variant, **{"key_dim": variant.key_dim, "value_dim": variant.value_dim, **SIZES[feature]})
+    elif feature == "head_dims":
+        legal = variant.capabilities.head_dims
+        width = next(d for d in range(1, max(legal) + 2) if d not in legal)
+        like(variant, head_dim=width, key_dim=width, value_dim=width)
+    elif feature == "state":
+        state = variant.init_state(inputs.case.batch, device=inputs.case.device, dtype=inputs.key.dtype)
+        inputs.run(variant, state=state)
+    elif feature == "cross_lengths":
+        _counted(variant, inputs.changed(lambda x: x[:, :, :3], "query"))
+    elif feature == "backward":
+        _counted(variant, inputs.with_tensors(query=inputs.query.clone().requires_grad_()))
+    elif feature.startswith("dtype "):
         dtype = getattr(torch, feature.removeprefix("dtype "))
-        cast = inputs.rebuilt({n: x.to(dtype) for n, x in inputs.tensors().items()})
-        demand_refusal(variant, case, "dtype", lambda: _counted(variant, cast, {}))
-        return
-    if feature == "device meta":
-        moved = inputs.rebuilt({n: x.to("meta") for n, x in inputs.tensors().items()})
-        demand_refusal(variant, case, "device", lambda: _counted(variant.to("meta"), moved, {}))
-        return
-    demand_refusal(variant, case, feature, lambda: _counted(variant, inputs, ASKED[feature](inputs)))
+        _counted(variant, inputs.changed(lambda x: x.to(dtype)))
+    elif feature == "device meta":
+        _counted(variant.to("meta"), inputs.changed(lambda x: x.to("meta")))
+    else:
+        _counted(variant, inputs, **REQUESTS[feature](inputs))
 
 
 def _bools(*shape: int) -> Tensor:
@@ -166,39 +153,38 @@ BAD: dict[str, Callable[[Tensor, Tensor], dict[str, dict[str, Any]]]] = {
 
 def check_bad_inputs_are_invalid(variant: Any, case: Case) -> None:
     """Wrong shapes, dtypes and ranges raise `InvalidInput` with one sentence, never another error or a result."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     have = variant.capabilities
     q, k, v = inputs.query, inputs.key, inputs.value
-    bad: list[tuple[str, Inputs, dict[str, Any]]] = [
-        ("query with three axes", inputs.with_tensors(query=q[0]), {}),
-        ("key of another batch size", inputs.with_tensors(key=k[:1], value=v[:1]), {}),
-        ("value of another length", inputs.with_tensors(value=v[:, :, :-1]), {}),
-        ("one query head too many", inputs.with_tensors(query=torch.cat([q, q[:, :1]], 1)), {}),
-        ("key of another width", inputs.with_tensors(key=k[..., :-1]), {}),
-        ("key of another dtype", inputs.with_tensors(key=k.to(torch.complex64)), {}),
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("query with three axes", {"query": q[0]}),
+        ("key of another batch size", {"key": k[:1], "value": v[:1]}),
+        ("value of another length", {"value": v[:, :, :-1]}),
+        ("one query head too many", {"query": torch.cat([q, q[:, :1]], 1)}),
+        ("key of another width", {"key": k[..., :-1]}),
+        ("key of another dtype", {"key": k.to(torch.complex64)}),
     ]
     for feature, make in BAD.items():
         if all(have.declares(name) for name in feature.split("+")):
-            bad += [(word, inputs, more) for word, more in make(q, k).items()]
+            bad += make(q, k).items()
     if have.causal and have.cross_lengths:
-        short = inputs.with_tensors(query=q[:, :, :3])
-        bad += [("causal at two lengths without offset", short, {"causal": True})]
-    for word, changed, more in bad:
+        bad += [("causal at two lengths without offset", {"query": q[:, :, :3], "causal": True})]
+    for words, changes in bad:
         try:
-            with torch.no_grad():
-                changed.run(variant, **more)
+            inputs.with_tensors(**changes).answer(variant)
         except InvalidInput as fault:
-            _whole_sentence(variant, case, word, fault)
+            _demand_whole_sentence(variant, case, words, fault)
         except Exception as other:
             raise AssertionError(
-                f"{where(variant, case)}: {word}: expected InvalidInput, got {type(other).__name__}: {other}. "
-                "Judge shapes before computing; the gate of Attention.forward does"
+                f"{where(variant, case)}: {words}: expected InvalidInput, got {type(other).__name__}: {other}. "
+                "Validate shapes before computing; Attention.forward does"
             ) from other
         else:
-            demand(False, variant, case, f"{word} was accepted", "It has no meaning: raise InvalidInput")
+            compare.fail(f"{words} was accepted", "It has no meaning: raise InvalidInput")
 
 
-def _counted(variant: Any, inputs: Inputs, more: dict[str, Any]) -> None:
+def _counted(variant: Any, inputs: Inputs, **more: Any) -> None:
+    """The call; a refusal of it must come before any tensor operation."""
     mode = Watch()
     try:
         with mode:
@@ -207,16 +193,16 @@ def _counted(variant: Any, inputs: Inputs, more: dict[str, Any]) -> None:
         if mode.count:
             raise AssertionError(
                 f"{where(variant, inputs.case)}: the refusal came after {mode.count} tensor operations; "
-                "refuse from the Request alone, in the gate or in supports()"
+                "refuse from the Request alone, in Attention.forward or in supports()"
             ) from None
         raise
 
 
-def demand_refusal(variant: Any, case: Case, feature: str, ask: Callable[[], Any]) -> None:
-    """Fail unless `ask` raises `UnsupportedRequest` with a reason that names the feature."""
+def demand_refusal(variant: Any, case: Case, feature: str, request: Callable[[], Any]) -> None:
+    """Fail unless `request` raises `UnsupportedRequest` with a reason that names the feature."""
     form = ASKABLE.get(feature, case.note)
     try:
-        ask()
+        request()
     except UnsupportedRequest as refusal:
         named = [r.feature for r in refusal.reasons]
         demand(
@@ -226,68 +212,41 @@ def demand_refusal(variant: Any, case: Case, feature: str, ask: Callable[[], Any
             f"{feature} was refused, but the reasons name {', '.join(named) or 'nothing'}: {refusal}",
             "List a Reason for each undeclared thing",
         )
-        _whole_sentence(variant, case, feature, refusal)
+        _demand_whole_sentence(variant, case, feature, refusal)
         return
     except AssertionError:
         raise
     except Exception as other:
         raise AssertionError(
             f"{where(variant, case)}: {form} is not declared: expected UnsupportedRequest, got "
-            f"{type(other).__name__}: {other}. Let the gate of Attention.forward refuse it"
+            f"{type(other).__name__}: {other}. Let Attention.forward refuse it"
         ) from other
-    demand(
-        False,
-        variant,
-        case,
-        f"{form} was accepted although `{feature}` is not declared",
-        f"Declare {feature} in `capabilities` and honour it, or leave its refusal to the gate: no argument is dropped",
+    advice = (
+        f"Declare {feature} in `capabilities` and honour it, or let Attention.forward refuse it: no argument is dropped"
     )
+    fail(variant, case, f"{form} was accepted although `{feature}` is not declared", advice)
 
 
-def _whole_sentence(variant: Any, case: Case, word: str, fault: Exception) -> None:
+def _demand_whole_sentence(variant: Any, case: Case, words: str, fault: Exception) -> None:
     text = str(fault)
     # A constructor may not know yet under which registered name it was called.
     names = {str(variant.name), str(type(variant).name), type(variant).__name__} - {""}
-    demand(
-        len(text) > 20 and "\n" not in text and any(name in text for name in names),
-        variant,
-        case,
-        f"the message for {word!r} must be one line that names {variant.name!r}, got {text!r}",
-        "A message: subject, expected, got, what to do",
-    )
-
-
-def _resized(variant: Any, sizes: dict[str, int]) -> None:
-    base = {"key_dim": variant.key_dim, "value_dim": variant.value_dim, **sizes}
-    like(variant, **base)
-
-
-def _illegal_width(legal: range) -> int:
-    """The smallest width that is not declared."""
-    return next(d for d in range(1, max(legal) + 2) if d not in legal)
-
-
-def _zeros(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64, device=x.device)
+    whole = len(text) > 20 and "\n" not in text and any(name in text for name in names)
+    told = f"the message for {words!r} must be one line that names {variant.name!r}, got {text!r}"
+    demand(whole, variant, case, told, "A message: subject, expected, got, what to do")
 
 
 def _undeclared(scope: Scope) -> Iterable[Case]:
     have = scope.capabilities
-    for feature in ASKABLE:
-        if not have.declares(feature):
-            yield case(note=feature, dtype=scope.base)
-    if have.head_dims is not None and len(have.head_dims):
-        yield case(note="head_dims", dtype=scope.base)
-    for dtype in DTYPES:
-        if dtype not in have.dtypes:
-            yield case(note=f"dtype {dtype}", dtype=scope.base)
-    if "meta" not in have.devices:
-        yield case(note="device meta", dtype=scope.base)
+    notes = [feature for feature in ASKABLE if not have.declares(feature)]
+    notes += ["head_dims"] if have.head_dims is not None and len(have.head_dims) else []
+    notes += [f"dtype {dtype}" for dtype in DTYPES if dtype not in have.dtypes]
+    notes += [] if "meta" in have.devices else ["device meta"]
+    return [c for note in notes for c in scope.cases("", note=note)]
 
 
 def _plain(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
-    yield case("gqa", dtype=scope.base)
+    return scope.cases("", "gqa")
 
 
 CHECKS = (

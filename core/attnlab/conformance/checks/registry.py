@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from attnlab.capabilities import DEVICES, DTYPES
+from attnlab.conformance.compare.comparer import fail
 from attnlab.conformance.compare.messages import demand
-from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.cases import GEOMETRY, Case
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 
@@ -19,14 +20,7 @@ def check_registry_row_agrees_with_class(variant: Any, case: Case) -> None:
     if variant.name not in registry:
         raise NotApplicable("it is not registered: there is no row to compare with")
     row, cls = registry.info(variant.name), type(variant)
-    as_listed = registry.create(
-        variant.name,
-        num_heads=variant.num_heads,
-        head_dim=variant.head_dim,
-        num_kv_heads=variant.num_kv_heads,
-        key_dim=variant.key_dim,
-        value_dim=variant.value_dim,
-    )
+    as_listed = registry.create(variant.name, **{name: getattr(variant, name) for name in GEOMETRY})
     if as_listed.options != variant.options:
         raise NotApplicable("it was made with other options than its row's")
     # A preset's options may narrow an instance, so the row states what this instance can do: on any machine, that is on a CPU.
@@ -45,40 +39,29 @@ def check_registry_row_agrees_with_class(variant: Any, case: Case) -> None:
         if isinstance(stated, list):
             only_row, only_class = sorted(set(stated) - set(real)), sorted(set(real) - set(stated))
             extra = f" (only in the row: {only_row}; only in the class: {only_class})"
-        demand(
-            False,
-            variant,
-            case,
-            f"the row in {row.file} states {fact} {stated}, the class has {real}{extra}",
-            "Correct the row: listings trust it without running code",
-        )
+        fault = f"the row in {row.file} states {fact} {stated}, the class has {real}{extra}"
+        fail(variant, case, fault, "Correct the row: listings trust it without running code")
 
 
 def check_claims_are_consistent(variant: Any, case: Case) -> None:
     """The instance only narrows its class, and every claim has what it rests on."""
-    have, ceiling = variant.capabilities, type(variant).capabilities
-    wider = have.within(ceiling)
-    demand(
-        not wider,
-        variant,
-        case,
-        f"the instance claims {', '.join(wider)}, which its class does not",
-        "The class states the ceiling; __init__ may only narrow",
-    )
-    demand(
-        bool(have.dtypes & set(DTYPES)), variant, case, "no dtype is declared", f"Declare some of {', '.join(DTYPES)}"
-    )
-    demand(bool(have.devices & set(DEVICES)), variant, case, "no device is declared", "Declare cpu, cuda, ...")
-    demand(
-        not have.gates or bool(variant.gates),
-        variant,
-        case,
-        "gates are declared and none is specified",
-        'Name them: gates = {"beta": GateSpec(...)}',
-    )
-    demand(not variant.gates or have.gates, variant, case, "gates are specified and not declared", "Declare gates=True")
-    if have.double_backward:
-        demand(have.backward, variant, case, "double_backward is claimed without backward", "Declare backward")
+    have = variant.capabilities
+    wider = have.within(type(variant).capabilities)
+    unspecified = have.gates and not variant.gates
+    baseless = have.double_backward and not have.backward
+    for wrong, fault, advice in (
+        (
+            wider,
+            f"the instance claims {', '.join(wider)}, which its class does not",
+            "The class states the ceiling; __init__ may only narrow",
+        ),
+        (not have.dtypes & set(DTYPES), "no dtype is declared", f"Declare some of {', '.join(DTYPES)}"),
+        (not have.devices & set(DEVICES), "no device is declared", "Declare cpu, cuda, ..."),
+        (unspecified, "gates are declared and none is specified", 'Name them: gates = {"beta": GateSpec(...)}'),
+        (variant.gates and not have.gates, "gates are specified and not declared", "Declare gates=True"),
+        (baseless, "double_backward is claimed without backward", "Declare backward"),
+    ):
+        demand(not wrong, variant, case, fault, advice)
 
 
 def _sorted(names: Iterable[str] | None) -> list[str] | None:
@@ -86,7 +69,7 @@ def _sorted(names: Iterable[str] | None) -> list[str] | None:
 
 
 def _one(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
+    return scope.cases("")
 
 
 CHECKS = (

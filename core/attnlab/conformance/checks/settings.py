@@ -6,40 +6,35 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnlab.conformance.checks._runs import agree, agree_in_all, declared, differentiated, plainly
-from attnlab.conformance.checks._settings import RESTORE, settings_kept
+from attnlab.conformance.checks._settings import RESTORE, deterministic_mode, settings_kept
 from attnlab.conformance.checks._stepping import NEEDS, feed
-from attnlab.conformance.compare.messages import demand
+from attnlab.conformance.compare.comparer import Comparer, drawn, short
 from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import trained
-from attnlab.conformance.oracle.draws import reseed, seeded_draws
-from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.oracle.derivatives import Answer, differentiated
+from attnlab.conformance.oracle.inputs import Inputs
+from attnlab.conformance.oracle.seeds import reseed, seeded_draws
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.conformance.running.subject import like
-
-Answer = tuple[Tensor, dict[str, Tensor]]
 
 
 def check_the_default_dtype_does_not_matter(variant: Any, case: Case) -> None:
     """Called, and made, under another default dtype, it gives the same output in the same dtypes."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     have = variant.capabilities
-    more = {f"need_{what}": True for what in ("weights", "lse") if what in case.needs}
+    names = [what for what in ("weights", "lse") if what in case.needs]
     advice = (
         "Give dtype= to every tensor that is made from Python numbers (torch.tensor, arange, full, zeros, linspace)"
     )
 
-    def outputs(one: Any) -> dict[str, Tensor]:
-        with torch.no_grad(), seeded_draws(case.seed, case.device):
-            answer = inputs.run(one, **more)
-        return {n: getattr(answer, n) for n in ("out", *(w for w in ("weights", "lse") if getattr(have, w) and more))}
+    def outputs(one: Any) -> dict[str, Any]:
+        with seeded_draws(case.seed, case.device):
+            answer = inputs.answer(one, **{f"need_{what}": True for what in names})
+        return {n: getattr(answer, n) for n in ("out", *(w for w in ("weights", "lse") if getattr(have, w) and names))}
 
     usual = torch.get_default_dtype()
     expected = outputs(variant)
@@ -59,95 +54,65 @@ def check_the_default_dtype_does_not_matter(variant: Any, case: Case) -> None:
     made = made.to(inputs.query.device, inputs.query.dtype)
     made.load_state_dict(variant.state_dict())
     answers["an instance made under torch.set_default_dtype(torch.float64)"] = outputs(made.eval())
-    for way, got in answers.items():
-        for what, x in got.items():
-            demand(
-                x.dtype == expected[what].dtype,
-                variant,
-                case,
-                f"{what} has dtype {x.dtype} in {way}, otherwise {expected[what].dtype}",
-                advice,
-            )
-            agree(
-                variant,
-                inputs,
-                x,
-                expected[what],
-                what=what,
-                versus=f"that under the usual settings (this is {way})",
-                advice=advice,
-            )
+    for way, what in ((way, what) for way in answers for what in expected):
+        got, right = answers[way][what], expected[what]
+        fault = f"{what} has dtype {got.dtype} in {way}, otherwise {right.dtype}"
+        compare.demand(got.dtype == right.dtype, fault, advice)
+        compare.same(got, right, f"that under the usual settings (this is {way})", advice, what)
 
 
 def check_settings_change_nothing(variant: Any, case: Case) -> None:
     """Anomaly mode and a lower precision of float32 products that this device does not heed change no output and no gradient."""
-    inputs = draw(case, variant)
-    expected = differentiated(variant, inputs, trained(variant))
+    inputs, compare = drawn(case, variant)
+    expected = differentiated(variant, inputs)
     try:
         with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
             warnings.simplefilter("ignore")  # torch tells at length what the message below says
-            got = differentiated(variant, inputs, trained(variant))
+            got = differentiated(variant, inputs)
     except RuntimeError as fault:
-        demand(
-            False,
-            variant,
-            case,
-            f"anomaly mode finds what the gradients no longer show: {' '.join(str(fault).split())[:200]}",
+        compare.fail(
+            f"anomaly mode finds what the gradients no longer show: {short(fault, 200)}",
             "Keep NaN out of the backward (replace before the function that gives it), rather than repair it afterwards",
         )
-    agree_in_all(variant, inputs, got, expected, versus="those without anomaly mode", advice="Let it change nothing")
+    compare.same_answer(got, expected, "those without anomaly mode", "Let it change nothing")
     for precision in ("high", "medium"):
         with _matmul_precision(precision, inputs) as heeded:
             if heeded:
                 continue
-            got = differentiated(variant, inputs, trained(variant))
-        agree_in_all(
-            variant,
-            inputs,
-            got,
-            expected,
-            versus=f"those under the usual precision (this is set_float32_matmul_precision({precision!r}))",
-            advice="The setting speaks of torch's own products, which it does not change here: choose no dtype by it",
-        )
+            got = differentiated(variant, inputs)
+        versus = f"those under the usual precision (this is set_float32_matmul_precision({precision!r}))"
+        advice = "The setting speaks of torch's own products, which it does not change here: choose no dtype by it"
+        compare.same_answer(got, expected, versus, advice)
 
 
 def check_deterministic_mode_is_honoured(variant: Any, case: Case) -> None:
     """Under torch.use_deterministic_algorithms(True) calls repeat bit for bit, or refuse where `deterministic` is not claimed.
 
-    In that mode torch fills fresh memory with NaN, so what is read before it is written shows.
+    In that mode torch fills fresh memory with NaN, which shows a read before the first write.
     """
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     expected = _everything(variant, inputs)
     try:
-        with _deterministic():
+        with deterministic_mode("error"):
             answers = [_everything(variant, inputs) for _ in range(3)]
     except RuntimeError as refusal:
         if "CUBLAS_WORKSPACE_CONFIG" in str(refusal):
             raise NotApplicable("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the process starts") from None
         if "determinis" not in str(refusal):  # no refusal: something fails on fresh memory that holds NaN
             raise
-        demand(
+        compare.demand(
             not variant.capabilities.deterministic,
-            variant,
-            case,
-            f"`deterministic` is claimed, and deterministic mode refuses it: {' '.join(str(refusal).split())[:160]}",
+            f"`deterministic` is claimed, and deterministic mode refuses it: {short(refusal, 160)}",
             "Drop the claim, or use operations that torch calls deterministic",
         )
         return
-    agree_in_all(
-        variant,
-        inputs,
-        answers[0],
-        expected,
-        versus="those outside of deterministic mode",
-        advice="Write all of torch.empty's memory before it is read; unused slots of a state must stay out of sums",
-    )
-    for again in answers[1:]:
-        for what, (a, b) in _pairs(answers[0], again).items():
-            demand(
+    advice = "Write all of torch.empty's memory before it is read; unused slots of a state must stay out of sums"
+    compare.same_answer(answers[0], expected, "those outside of deterministic mode", advice)
+    (out, grads), *others = answers
+    for again, more in others:
+        for what, a, b in (("out", out, again), *((f"gradient of {n}", x, more[n]) for n, x in grads.items())):
+            compare.demand(
                 bool(torch.equal(a, b)),
-                variant,
-                case,
                 f"{what} differs between two identical calls in deterministic mode",
                 "Honour torch.are_deterministic_algorithms_enabled(), or raise RuntimeError: never ignore it",
             )
@@ -155,46 +120,45 @@ def check_deterministic_mode_is_honoured(variant: Any, case: Case) -> None:
 
 def check_calls_leave_settings_alone(variant: Any, case: Case) -> None:
     """Making one, calls, failing ones too, and a backward leave process-wide settings as they were, and generators unseeded."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # the one under test may have set it when it was made
     try:
         with settings_kept(variant, case, "making an instance"), seeded_draws(0, case.device):
             kind: Any = type(variant)
-            making = partial(kind, **case.geometry, **variant.options)
-            _demand_unseeded(variant, case, "instances are made", making)
+            _demand_unseeded(compare, "instances are made", partial(kind, **case.geometry, **variant.options))
     finally:
         torch.set_float32_matmul_precision(precision)
     with settings_kept(variant, case, "a call that failed"), torch.no_grad():
-        for name in ("score_mod", "mask_mod"):
-            if getattr(variant.capabilities, name):
-                with suppress(Exception):
-                    inputs.run(variant, **{name: _interrupt})
-                demand(not torch.is_grad_enabled(), variant, case, "gradients are on after a call that failed", RESTORE)
+        for name in (name for name in ("score_mod", "mask_mod") if getattr(variant.capabilities, name)):
+            with suppress(Exception):
+                inputs.run(variant, **{name: _interrupt})
+            compare.demand(not torch.is_grad_enabled(), "gradients are on after a call that failed", RESTORE)
     with settings_kept(variant, case, "the call"):
         with seeded_draws(0, case.device):
-            _demand_unseeded(variant, case, "calls", lambda: _called(variant, inputs))
+            _demand_unseeded(compare, "calls", lambda: _called(compare))
         if variant.capabilities.backward:
-            differentiated(variant, inputs, trained(variant))
+            differentiated(variant, inputs)
 
 
-def _called(variant: Any, inputs: Inputs) -> None:
+def _called(compare: Comparer) -> None:
+    inputs = compare.inputs
     with torch.no_grad():  # not by Inputs.run, which puts the generator back
-        variant(inputs.query, inputs.key, inputs.value, **inputs.arguments)
+        compare.variant(inputs.query, inputs.key, inputs.value, **inputs.arguments)
         inside = torch.is_grad_enabled()
-    demand(not inside, variant, inputs.case, "gradients are on after a call under no_grad()", RESTORE)
+    compare.demand(not inside, "gradients are on after a call under no_grad()", RESTORE)
 
 
 def _interrupt(*_: Any) -> Any:
     raise RuntimeError("a caller's function fails")
 
 
-def _demand_unseeded(variant: Any, case: Case, when: str, run: Callable[[], Any]) -> None:
+def _demand_unseeded(compare: Comparer, when: str, run: Callable[[], Any]) -> None:
     """Fail where torch's or Python's generator ends in one state, whatever it was seeded with before."""
     ends, python = [], random.getstate()
     try:
         for seed in (1, 2):
-            reseed(seed, case.device)
+            reseed(seed, compare.case.device)
             random.seed(seed)
             run()
             ends.append((torch.random.get_rng_state(), random.getstate()))
@@ -202,13 +166,8 @@ def _demand_unseeded(variant: Any, case: Case, when: str, run: Callable[[], Any]
         random.setstate(python)
     (first, first_python), (second, second_python) = ends
     for word, seeded in (("the", torch.equal(first, second)), ("Python's", first_python == second_python)):
-        demand(
-            not seeded,
-            variant,
-            case,
-            f"after {when} from two seeds {word} random generator is in one state: it was seeded inside",
-            "Draw from a torch.Generator of your own where a fixed seed is wanted",
-        )
+        fault = f"after {when} from two seeds {word} random generator is in one state: it was seeded inside"
+        compare.demand(not seeded, fault, "Draw from a torch.Generator of your own where a fixed seed is wanted")
 
 
 @contextmanager
@@ -227,70 +186,42 @@ def _matmul_precision(precision: str, inputs: Inputs) -> Iterator[bool]:
         torch.set_float32_matmul_precision(usual)
 
 
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    was = torch.get_deterministic_debug_mode()
-    try:
-        torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms() would import the compiler
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(was)
-
-
 def _everything(variant: Any, inputs: Inputs) -> Answer:
-    """Out and gradients, or out of a run through a state, of one call, draws from one seed."""
+    """Out and gradients, or out of a run through a state, of one call; random numbers from one seed."""
     case = inputs.case
     if "state" in case.needs:
         n = case.query_length
         with torch.no_grad(), seeded_draws(case.seed, case.device):
             return feed(variant, inputs, [2, 1, n - 3], n + 5)[0], {}
-    if not variant.capabilities.backward:
-        return plainly(variant, inputs), {}
-    return differentiated(variant, inputs, trained(variant))
-
-
-def _pairs(one: Answer, other: Answer) -> dict[str, tuple[Tensor, Tensor]]:
-    named = {f"gradient of {n}": (x, other[1][n]) for n, x in one[1].items()}
-    return {"out": (one[0], other[0]), **named}
+    return differentiated(variant, inputs) if variant.capabilities.backward else (inputs.seeded_out(variant), {})
 
 
 def _dtypes(scope: Scope) -> Iterable[Case]:
-    extras = tuple(n for n in ("weights", "lse") if scope.capabilities.declares(n))
-    sizes = {"dtype": scope.base}
-    yield case(*declared(scope, "causal", "gqa"), **sizes)
+    yield from scope.usable("causal+gqa")
     if scope.quick:
         return
-    yield case(*declared(scope, "window", "key_mask_left"), **sizes, needs=extras)
-    yield case(*declared(scope, "mask", "bias", "softcap", "sinks"), **sizes)
-    yield case(*declared(scope, "segments", "mask_mod"), **sizes)
-    yield case(*declared(scope, "causal"), **sizes, query_length=70, key_length=70)
-    yield from (case(dtype=d) for d in scope.dtypes if d != scope.base)
+    extras = tuple(n for n in ("weights", "lse") if scope.capabilities.declares(n))
+    yield from scope.usable("window+key_mask_left", needs=extras)
+    yield from scope.usable("mask+bias+softcap+sinks", "segments+mask_mod")
+    yield from scope.usable("causal", query_length=70, key_length=70)
+    yield from (case(dtype=d) for d in scope.other_dtypes)
 
 
 def _recorded(scope: Scope) -> Iterable[Case]:
-    sizes = {"dtype": scope.base, "needs": ("backward",)}
-    yield case(*declared(scope, "causal"), **sizes)
-    if not scope.quick:
-        yield case(**sizes)
-        yield case(*declared(scope, "softcap", "sinks", "gqa"), **sizes)
+    labels = ("causal",) if scope.quick else ("causal", "", "softcap+sinks+gqa")
+    return scope.usable(*labels, needs=("backward",))
 
 
 def _repeated(scope: Scope) -> Iterable[Case]:
-    sizes = {"dtype": scope.base}
-    yield case(*declared(scope, "causal", "gqa"), **sizes)
-    if scope.quick:
-        return
-    yield case(*declared(scope, "key_mask_left", "bias"), **sizes)
-    yield case(*declared(scope, "mask", "sinks"), **sizes)
-    yield case(*declared(scope, "segments", "longer_keys"), **sizes)
-    yield case(*declared(scope, "causal"), **sizes, query_length=70, key_length=70)
-    yield replace(case("causal", **sizes), needs=NEEDS, note="through a state")
+    yield from scope.usable("causal+gqa")
+    if not scope.quick:
+        yield from scope.usable("key_mask_left+bias", "mask+sinks", "segments+longer_keys")
+        yield from scope.usable("causal", query_length=70, key_length=70)
+        yield from scope.cases("causal", needs=NEEDS, note="through a state")
 
 
 def _plain(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
-    if not scope.quick:
-        yield case(*declared(scope, "causal", "key_mask_left"), dtype=scope.base)
+    return scope.usable(*(("",) if scope.quick else ("", "causal+key_mask_left")))
 
 
 CHECKS = (

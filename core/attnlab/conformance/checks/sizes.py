@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks._watching import Watch
-from attnlab.conformance.compare.messages import demand_close
-from attnlab.conformance.compare.tolerances import bound, largest, rounding_bound
+from attnlab.conformance.compare.comparer import drawn
+from attnlab.conformance.compare.tolerances import largest
+from attnlab.conformance.oracle.bounds import exact_gradients_and_bounds
 from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import defined_gradients, direction_for, gradients
-from attnlab.conformance.oracle.draws import require_exact
-from attnlab.conformance.oracle.inputs import Inputs, draw, exact_and_bound, plain_dtype, reduction_terms
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.inputs import MAIN, Inputs
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 INT32 = 2**31
@@ -38,72 +37,37 @@ ADVICE_SIZES = (
 
 def check_any_size_agrees_with_definition(variant: Any, case: Case) -> None:
     """Lengths of 1, primes and beside powers of two, widths of 1, odd and large ones, one head and many."""
-    inputs = draw(case, variant)
-    exact, limit = exact_and_bound(variant, inputs)
-    with torch.no_grad():
-        got = inputs.run(variant).out
-    demand_close(got, exact, limit, variant, case, what="out", versus="the float64 definition", advice=ADVICE_SIZES)
+    inputs, compare = drawn(case, variant)
+    compare.defined(inputs.out(variant), ADVICE_SIZES)
 
 
 def check_any_size_has_right_gradients(variant: Any, case: Case) -> None:
     """Gradients at those sizes equal the definition's."""
-    inputs = draw(case, variant)
-    require_exact(variant, inputs)
-    direction, visible, low = direction_for(inputs), inputs.visible(), plain_dtype(case.dtype)
-    exact = defined_gradients(variant, inputs, direction, visible=visible)
-    plain = defined_gradients(variant, inputs, direction, getattr(torch, low), visible=visible)
-    _, found = gradients(variant, inputs, direction)
-    for name, expected in exact.items():
-        limit = bound(
-            case.dtype,
-            exact=expected,
-            plain=plain[name],
-            plain_dtype=low,
-            terms=reduction_terms(case) * (case.batch if expected.dim() < 4 else 1),
-            magnitude=largest(direction) * largest(inputs.value),
-        )
-        demand_close(
-            found[name],
-            expected,
-            limit,
-            variant,
-            case,
-            what=f"gradient of {name}",
-            versus="the gradient of the float64 definition",
-            advice=ADVICE_SIZES,
-        )
+    inputs, compare = drawn(case, variant)
+    direction = direction_for(inputs)
+    exact = exact_gradients_and_bounds(variant, inputs, direction)
+    compare.close_gradients(gradients(variant, inputs, direction)[1], exact, ADVICE_SIZES)
 
 
 def check_large_batches_are_served_whole(variant: Any, case: Case) -> None:
     """Of a batch whose rows times heads pass 2^16, samples give what they give in a small one, forward and gradient."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     last, wrap = case.batch - 1, 65535 // case.num_heads  # the row where batch times heads passes 2^16
     rows = sorted({r for r in (0, 1, 255, 256, last // 2, 32767, 32768, wrap, last - 1, last) if r <= last})
-    some, fewer = (inputs.rebuilt({n: x[r] for n, x in inputs.tensors().items()}) for r in (rows, rows[:5]))
+    some, fewer = inputs.changed(lambda x: x[rows]), inputs.changed(lambda x: x[rows[:5]])
     _require_affordable(variant, some, fewer, case.batch)
-    if variant.capabilities.backward:
-        direction = direction_for(inputs)
-        out, found = gradients(variant, inputs, direction)
-        expected, own = gradients(variant, some, direction[rows])
-        pairs = {"out": (out, expected)}
-        pairs |= {f"gradient of {n}": (found[n], own[n]) for n in ("query", "key", "value")}
-    else:
-        direction = inputs.value
-        with torch.no_grad():
-            pairs = {"out": (inputs.run(variant).out, some.run(variant).out)}
-    for what, (whole, wanted) in pairs.items():
-        weight = 1.0 if what == "out" else largest(direction)
-        size = max(largest(wanted), weight * largest(inputs.value))
-        demand_close(
-            whole[rows],
-            wanted,
-            rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
-            variant,
-            case,
-            what=what,
-            versus=f"the same rows in a batch of {len(rows)} (rows {rows})",
-            advice="Count rows in 64 bits, and round the number of slices up: the last one may be partly filled",
-        )
+    versus = f"the same rows in a batch of {len(rows)} (rows {rows})"
+    advice = "Count rows in 64 bits, and round the number of slices up: the last one may be partly filled"
+    if not variant.capabilities.backward:
+        compare.same(inputs.out(variant)[rows], some.out(variant), versus, advice)
+        return
+    direction = direction_for(inputs)
+    out, whole = gradients(variant, inputs, direction)
+    expected, own = gradients(variant, some, direction[rows])
+    compare.same(out[rows], expected, versus, advice)
+    size = largest(direction) * largest(inputs.value)
+    for name in MAIN:
+        compare.same(whole[name][rows], own[name], versus, advice, f"gradient of {name}", magnitude=size)
 
 
 def _require_affordable(variant: Any, some: Inputs, fewer: Inputs, batch: int) -> None:
@@ -124,28 +88,17 @@ def _require_affordable(variant: Any, some: Inputs, fewer: Inputs, batch: int) -
 
 def check_elements_far_apart_are_found(variant: Any, case: Case) -> None:
     """query, key and value with strides whose offsets pass 2^31 elements give what contiguous copies give."""
-    inputs = draw(case, variant)
-    with torch.no_grad():
-        expected = inputs.run(variant).out
+    inputs, compare = drawn(case, variant)
+    expected = inputs.out(variant)
     with sparse_storage(inputs.query.dtype, inputs.query.device) as memory:
         for axis, name in ((0, "batch item"), (1, "head"), (2, "token")):
             if 1 in (inputs.query.shape[axis], inputs.key.shape[axis]):
                 continue
             far = _spread(inputs, memory, axis)
-            with torch.no_grad():
-                got = far.run(variant).out
-            size = max(largest(expected), largest(inputs.value))
-            demand_close(
-                got,
-                expected,
-                rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
-                variant,
-                case,
-                what="out",
-                versus=f"the call with contiguous copies (the last {name} starts 2^31 elements after the first)",
-                advice="Compute offsets in 64 bits: index * stride passes 2^31 long before the sizes do",
-            )
-            del far, got
+            versus = f"the call with contiguous copies (the last {name} starts 2^31 elements after the first)"
+            advice = "Compute offsets in 64 bits: index * stride passes 2^31 long before the sizes do"
+            compare.same(far.out(variant), expected, versus, advice)
+            del far
 
 
 @contextmanager
@@ -199,27 +152,19 @@ def _spread(inputs: Inputs, memory: Tensor, axis: int) -> Inputs:
 
 
 def _sized(length: int, keys: int | None = None, width: int = 8, **more: int) -> dict[str, int]:
-    heads = {"num_kv_heads": more["num_heads"]} if "num_heads" in more and "num_kv_heads" not in more else {}
-    widths = {"head_dim": width, "key_dim": width, "value_dim": more.get("value_dim", width)}
-    return {
-        "query_length": length,
-        "key_length": length if keys is None else keys,
-        "batch": 1,
-        **widths,
-        **more,
-        **heads,
-    }
+    lengths = {"query_length": length, "key_length": length if keys is None else keys}
+    heads = {"num_kv_heads": more["num_heads"]} if "num_heads" in more else {}
+    return {**lengths, "batch": 1, "head_dim": width, "key_dim": width, "value_dim": width, **heads, **more}
 
 
 ONE = {"num_heads": 1, "num_kv_heads": 1}
-SMALLEST = (
+SMALLEST: tuple[dict[str, int], ...] = (
     _sized(1, width=1, **ONE),
     _sized(1, width=1),
     _sized(5, width=1, batch=2),
     _sized(1, 13),
-    _sized(13, 1),
-    _sized(1, batch=3),
 )
+SMALLEST += (_sized(13, 1), _sized(1, batch=3))
 WIDTHS = (
     _sized(7, width=3, batch=2),
     _sized(7, width=13),
@@ -234,7 +179,7 @@ WIDTHS = (
     _sized(5, width=128, **ONE),
 )
 HEADS = (
-    _sized(5, num_heads=1, num_kv_heads=1, batch=2),
+    _sized(5, num_heads=1, batch=2),
     _sized(5, num_heads=7, width=5),
     _sized(4, num_heads=33),
     _sized(5, num_heads=12, num_kv_heads=3),
@@ -251,30 +196,32 @@ LENGTHS = (
 )
 
 
+def _causal(scope: Scope, sizes: dict[str, int], **more: Any) -> list[Case]:
+    """A causal case, aligned at the bottom right where its lengths differ."""
+    square = sizes["query_length"] == sizes["key_length"]
+    return scope.cases("causal" if square else "bottom_right", **sizes, **more)
+
+
 def _sizes(scope: Scope) -> Iterable[Case]:
     quick = (*SMALLEST[:4], WIDTHS[0], WIDTHS[4], WIDTHS[6], WIDTHS[9], HEADS[1], HEADS[3], LENGTHS[3])
     for sizes in quick if scope.quick else (*SMALLEST, *WIDTHS, *HEADS, *LENGTHS):
-        yield case(dtype=scope.base, **sizes)
-        yield case(
-            "causal" if sizes["query_length"] == sizes["key_length"] else "bottom_right", dtype=scope.base, **sizes
-        )
+        yield from scope.cases("", **sizes)
+        yield from _causal(scope, sizes)
     usual = (256,) if scope.quick else (16, 32, 64, 192, 256)  # keys; exactly what kernels are tuned for
     for keys in usual:
-        yield case(needs=("cross_lengths",), dtype=scope.base, **_sized(3, keys, **ONE))
+        yield from scope.cases("", needs=("cross_lengths",), **_sized(3, keys, **ONE))
     if scope.quick:
         return
-    for dtype in scope.dtypes:
-        if dtype != scope.base:
-            for sizes in (SMALLEST[0], WIDTHS[1], WIDTHS[4], WIDTHS[6], LENGTHS[3]):
-                yield case("causal", dtype=dtype, **sizes)
-    yield case("negative_offset", dtype=scope.base, **SMALLEST[1])
+    for dtype in scope.other_dtypes:
+        for sizes in (SMALLEST[0], WIDTHS[1], WIDTHS[4], WIDTHS[6], LENGTHS[3]):
+            yield case("causal", dtype=dtype, **sizes)
+    yield from scope.cases("negative_offset", **SMALLEST[1])
     for label in ("key_mask_right", "mask", "window", "segments"):
         for sizes in (SMALLEST[3], LENGTHS[0], LENGTHS[2], LENGTHS[3]):
-            yield case(label, dtype=scope.base, **sizes)
+            yield from scope.cases(label, **sizes)
     # The widths that kernels have a path of their own for, with everything else that such a path may leave out.
     for sizes in WIDTHS[-2:]:
-        for labels in (("mask", "bias", "scale"), ("key_mask_left", "softcap", "sinks"), ("score_mod", "window")):
-            yield case(*declared(scope, *labels), dtype=scope.base, **sizes)
+        yield from scope.usable("mask+bias+scale", "key_mask_left+softcap+sinks", "score_mod+window", **sizes)
 
 
 def _gradient_sizes(scope: Scope) -> Iterable[Case]:
@@ -283,13 +230,11 @@ def _gradient_sizes(scope: Scope) -> Iterable[Case]:
         sizes += [SMALLEST[3], SMALLEST[4], WIDTHS[4], WIDTHS[6], WIDTHS[10], HEADS[1], HEADS[3], LENGTHS[0]]
         if not scope.stepwise:  # whose definition keeps a memory for every query and token
             sizes.append(LENGTHS[3])
-    for one in sizes:
-        label = "causal" if one["query_length"] == one["key_length"] else "bottom_right"
-        yield case(label, needs=("backward",), dtype=scope.base, **one)
+    return [c for one in sizes for c in _causal(scope, one, needs=("backward",))]
 
 
 def _batches(scope: Scope) -> Iterable[Case]:
-    yield case("causal", dtype=scope.base, **_sized(2, width=4, batch=33001))
+    return scope.cases("causal", **_sized(2, width=4, batch=33001))
 
 
 def _far(scope: Scope) -> Iterable[Case]:

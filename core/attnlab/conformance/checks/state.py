@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._runs import declared
 from attnlab.conformance.checks._stepping import (
     ADVICE,
     NEEDS,
+    ends_of,
     feed,
     feedings,
     is_defined,
-    seen_by_chunks,
-    true_rows,
+    step,
+    steps,
     truth,
+    up_to,
+    visible_by_chunks,
 )
-from attnlab.conformance.compare.messages import demand_close
-from attnlab.conformance.compare.tolerances import Bound, bound, largest, rounding_bound
+from attnlab.conformance.compare.comparer import Comparer, drawn, short
+from attnlab.conformance.compare.tolerances import Bound, largest, rounding_bound
+from attnlab.conformance.oracle.bounds import exact_gradients_and_bounds
 from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import defined_gradients, direction_for, gradients, recorded, trained
+from attnlab.conformance.oracle.derivatives import Gradients, direction_for, gradients, recorded, slopes, trained
 from attnlab.conformance.oracle.features import FEATURES, compatible
-from attnlab.conformance.oracle.inputs import Inputs, draw, plain_dtype, reduction_terms
+from attnlab.conformance.oracle.inputs import Inputs, gradient_terms
 from attnlab.conformance.running.check import Check, Scope
+from attnlab.errors import UnsupportedRequest
 
 EVERY_WAY = (("causal",), ("causal", "key_mask_left"), ("causal", "segments"))
 """Cases that are fed in every way that there is."""
@@ -33,114 +37,77 @@ EVERY_WAY = (("causal",), ("causal", "key_mask_left"), ("causal", "segments"))
 
 def check_chunks_equal_the_whole(variant: Any, case: Case) -> None:
     """Fed one by one, in chunks, at once or with empty chunks between, the outputs equal the definition's of the whole."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     known: list[tuple[Tensor, tuple[Tensor, Bound, str]]] = []
-    with torch.no_grad():
-        for word, sizes, capacity in feedings(case.query_length, case.features in EVERY_WAY):
-            visible = seen_by_chunks(inputs, sizes)
-            answer = next((a for seen, a in known if torch.equal(seen, visible)), None)
-            if answer is None:
-                answer = truth(variant, inputs, visible)
-                known.append((visible, answer))
-            exact, limit, name = answer
-            demand_close(
-                feed(variant, inputs, sizes, capacity)[0],
-                exact,
-                limit,
-                variant,
-                case,
-                what="out",
-                versus=f"{name} (fed {word}, capacity {capacity})",
-                advice=ADVICE,
-            )
+    for words, sizes, capacity in feedings(case.query_length, case.features in EVERY_WAY):
+        visible = visible_by_chunks(inputs, sizes)
+        answer = next((a for other, a in known if torch.equal(other, visible)), None)
+        if answer is None:
+            answer = truth(variant, inputs, visible)
+            known.append((visible, answer))
+        exact, limit, name = answer
+        with torch.no_grad():
+            got, _ = feed(variant, inputs, sizes, capacity)
+        compare.close(got, exact, limit, f"{name} (fed {words}, capacity {capacity})", ADVICE)
 
 
 def check_long_runs_split_anywhere(variant: Any, case: Case) -> None:
     """Splits beside and on the sizes of usual blocks (64, 128, 512), and one by one past every growth of a store."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     n = case.query_length
-    rows = list(range(n)) if n <= 150 else sorted({r for b in (0, 64, 512, n // 2, n) for r in _beside(b, n)})
+    borders = {r for b in (0, 64, 512, n // 2, n) for r in range(b - 3, b + 4) if 0 <= r < n}
+    rows = list(range(n)) if n <= 150 else sorted(borders)
     known: dict[tuple[int, ...], tuple[Tensor, Bound, str]] = {}
-    with torch.no_grad():
-        for sizes in _long_splits(n, case.features == ("causal",)):
-            ends = [n] * n if inputs.arguments.get("causal") else _ends(sizes)
-            seen = tuple(ends[r] for r in rows)
-            if seen not in known:
-                known[seen] = true_rows(variant, inputs, rows, list(seen))
-            exact, limit, name = known[seen]
-            demand_close(
-                feed(variant, inputs, sizes)[0][:, :, rows],
-                exact,
-                limit,
-                variant,
-                case,
-                what="out",
-                versus=f"{name} (rows {rows[0]} to {rows[-1]}, fed as {_told(sizes)})",
-                rows=rows,
-                advice="The last block of a chunk is rarely full: what a state holds must not depend on where blocks end",
-            )
+    for sizes in _long_splits(n, case.features == ("causal",)):
+        every = [n] * n if inputs.arguments.get("causal") else ends_of(sizes)
+        ends = tuple(every[r] for r in rows)
+        if ends not in known:
+            visible = up_to(inputs.visible(rows), torch.tensor(ends, device=inputs.query.device))
+            known[ends] = truth(variant, inputs, visible, rows=rows)
+        exact, limit, name = known[ends]
+        with torch.no_grad():
+            got = feed(variant, inputs, sizes)[0][:, :, rows]
+        versus = f"{name} (rows {rows[0]} to {rows[-1]}, fed as {_listed(sizes)})"
+        advice = "The last block of a chunk is rarely full: what a state holds must not depend on where blocks end"
+        compare.close(got, exact, limit, versus, advice, rows=rows)
 
 
 def check_state_gradients_match_definition(variant: Any, case: Case) -> None:
     """Gradients through a chunked run equal the definition's gradients of the whole."""
-    inputs = draw(case, variant)
-    direction = direction_for(inputs)
-    exact = true_gradients(variant, inputs, direction)
-    weights = trained(variant)
+    inputs, compare = drawn(case, variant)
+    exact = _true_gradients(variant, inputs)
     n = case.query_length
     for sizes, capacity in (([2, 1, 0, n - 3], None), ([1] * n, n))[: 2 if case.features in EVERY_WAY else 1]:
-        leaves = recorded(inputs.tensors())
-        with torch.enable_grad():
-            out, _ = feed(variant, inputs.rebuilt(leaves), sizes, capacity)
-            found = torch.autograd.grad(
-                out, [*leaves.values(), *weights.values()], direction, allow_unused=True, materialize_grads=True
-            )
-        for name, got in zip([*leaves, *weights], found, strict=True):
-            demand_close(
-                got,
-                exact[name][0],
-                exact[name][1],
-                variant,
-                case,
-                what=f"gradient of {name}",
-                versus=f"the gradient of the whole (fed as {_told(sizes)}, capacity {capacity})",
-                advice="While autograd records, append by concatenation: nothing detached, nothing written over",
-            )
+        got = _slopes(variant, inputs, lambda x: feed(variant, x, sizes, capacity)[0], trained(variant))  # noqa: B023
+        versus = f"the gradient of the whole (fed as {_listed(sizes)}, capacity {capacity})"
+        advice = "While autograd records, append by concatenation: nothing detached, nothing written over"
+        compare.close_gradients(got, exact, advice, versus)
 
 
-def true_gradients(variant: Any, inputs: Inputs, direction: Tensor) -> dict[str, tuple[Tensor, Bound]]:
+def _slopes(variant: Any, inputs: Inputs, run: Any, more: dict[str, Tensor]) -> Gradients:
+    """Gradients of `run(inputs)` by input, and by the leaves in `more`."""
+    leaves = recorded(inputs.tensors())
+    with torch.enable_grad():
+        return slopes(run(inputs.rebuilt(leaves)), {**leaves, **more}, direction_for(inputs))
+
+
+def chunked_gradients(variant: Any, inputs: Inputs, sizes: Sequence[int]) -> Gradients:
+    """Gradients by input of a run in chunks of these sizes."""
+    return _slopes(variant, inputs, lambda x: feed(variant, x, sizes)[0], {})
+
+
+def _true_gradients(variant: Any, inputs: Inputs) -> dict[str, tuple[Tensor, Bound]]:
     """Gradients by input and parameter: the definition's, or the variant's own without a state, and their bounds."""
-    case = inputs.case
+    case, direction = inputs.case, direction_for(inputs)
+    if is_defined(variant, inputs):
+        return exact_gradients_and_bounds(variant, inputs, direction)
     size = largest(direction) * largest(inputs.value)
-    terms = reduction_terms(case)
-    if not is_defined(variant, inputs):
-        _, own = gradients(variant, inputs, direction)
-        return {
-            n: (g, rounding_bound(case.dtype, terms=terms * case.batch, magnitude=max(size, largest(g))))
-            for n, g in own.items()
-        }
-    visible = inputs.visible()
-    low = plain_dtype(case.dtype)
-    exact = defined_gradients(variant, inputs, direction, visible=visible)
-    plain = defined_gradients(variant, inputs, direction, getattr(torch, low), visible=visible)
-    return {
-        n: (
-            g,
-            bound(
-                case.dtype,
-                exact=g,
-                plain=plain[n],
-                plain_dtype=low,
-                terms=terms * (case.batch if g.dim() < 4 else 1),  # others are sums over the batch too
-                magnitude=size,
-            ),
-        )
-        for n, g in exact.items()
-    }
 
+    def limit(name: str, gradient: Tensor) -> Bound:
+        terms = gradient_terms(case, name)
+        return rounding_bound(case.dtype, terms=terms, magnitude=max(size, largest(gradient)))
 
-def _beside(border: int, n: int) -> Iterator[int]:
-    yield from (r for r in range(border - 3, border + 4) if 0 <= r < n)
+    return {n: (g, limit(n, g)) for n, g in gradients(variant, inputs, direction)[1].items()}
 
 
 def _long_splits(n: int, stepwise: bool) -> Iterator[list[int]]:
@@ -158,118 +125,159 @@ def _long_splits(n: int, stepwise: bool) -> Iterator[list[int]]:
     yield [128, n - 128]
 
 
-def _ends(sizes: list[int]) -> list[int]:
-    ends: list[int] = []
-    for size in sizes:
-        ends += [len(ends) + size] * size
-    return ends
-
-
-def _told(sizes: list[int]) -> str:
+def _listed(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} tokens one by one" if set(sizes) == {1} else "+".join(map(str, sizes))
 
 
-ODD = (
+PROMPT = 3
+RECORDING_ADVICE = "Write into a store only where no graph holds it: while autograd records, concatenate"
+
+
+def check_recorded_and_unrecorded_steps_mix(variant: Any, case: Case) -> None:
+    """A prompt that autograd records and steps that it does not, and the other way round: outputs and gradients hold."""
+    inputs, compare = drawn(case, variant)
+    n = case.query_length
+    with torch.no_grad():
+        expected, _ = feed(variant, inputs, [PROMPT, n - PROMPT])
+
+    def agree(mixed: Gradients, usual: Gradients, words: str) -> None:
+        compare.same_gradients(
+            mixed, usual, f"the same gradient where all is recorded ({words}, capacity {capacity})", RECORDING_ADVICE
+        )
+
+    for capacity in (None, n):
+        for names in (tuple(inputs.tensors()), ("query",)):
+            usual = _prompt_gradients(compare, names, capacity, None, expected)
+            for length in (PROMPT, PROMPT - 1):
+                mixed = _prompt_gradients(compare, names, capacity, length, expected)
+                agree(mixed, usual, "a prompt before unrecorded steps")
+        usual, mixed = (_step_gradients(variant, inputs, recording, capacity) for recording in (True, False))
+        agree(mixed, usual, "steps after an unrecorded prompt")
+
+
+def _prompt_gradients(
+    compare: Comparer, names: tuple[str, ...], capacity: int | None, length: int | None, expected: Tensor
+) -> Gradients:
+    """Gradients of a recorded prompt by the inputs of these names, after unrecorded steps that follow its first `length` tokens."""
+    variant, inputs = compare.variant, compare.inputs
+    n = compare.case.query_length
+    leaves = {name: x for name, x in recorded(inputs.tensors()).items() if name in names}
+    with torch.enable_grad():
+        first, state = feed(variant, inputs.rebuilt({**inputs.tensors(), **leaves}), [PROMPT], capacity)
+    if length is not None:
+        with torch.no_grad():
+            try:
+                state = state if length == PROMPT else state.crop(length)
+            except UnsupportedRequest:  # the others of its tokens stay, and are counted from there
+                length = PROMPT
+            fed = [one.answer.out for one in steps(variant, inputs, [1] * (n - length), state, length)]
+            got = torch.cat([first[:, :, :length].detach(), *fed], dim=2)
+        versus = f"the run that records nothing (capacity {capacity}, {length} tokens kept of the prompt)"
+        compare.same(got, expected, versus, ADVICE)
+    if not first.requires_grad:  # nothing of it depends on these inputs
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    try:
+        return slopes(first, leaves, direction_for(inputs)[:, :, :PROMPT])
+    except RuntimeError as fault:
+        compare.fail(
+            f"the gradient of a recorded prompt is gone after unrecorded steps: {short(fault, 160)}", RECORDING_ADVICE
+        )
+
+
+def _step_gradients(variant: Any, inputs: Inputs, past_in_graph: bool, capacity: int | None) -> Gradients:
+    """Gradients of the steps after a prompt by their own tokens."""
+    with torch.set_grad_enabled(past_in_graph):
+        leaves = recorded(inputs.tensors())
+        part = inputs.rebuilt(leaves)
+        _, state = feed(variant, part, [PROMPT], capacity)
+    with torch.enable_grad():
+        out = step(variant, part, PROMPT, inputs.case.query_length, state).out
+    grads = slopes(out, leaves, direction_for(inputs)[:, :, PROMPT:])
+    return {name: g[:, :, PROMPT:] if g.dim() > 2 else g for name, g in grads.items()}
+
+
+ODD: tuple[dict[str, Any], ...] = (
     {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "key_dim": 1, "value_dim": 1},
     {"batch": 3, "num_heads": 5, "num_kv_heads": 5, "head_dim": 3, "key_dim": 3, "value_dim": 3},
 )
 TOGETHER = (
-    ("left_window", "key_mask_holes", "gqa"),
-    ("key_mask_left", "score_mod"),
-    ("left_window", "mask_mod"),
-    ("segments", "left_window", "gqa"),
-    ("segments", "score_mod"),
-    ("segments", "mask_mod"),
-    ("key_mask_left", "mask", "bias"),
-    ("left_window", "sinks"),
-    ("softcap", "gqa", "value_dim"),
-    ("key_mask_left", "gqa", "value_dim"),
-    ("key_mask_holes", "query_lengths"),
+    "left_window+key_mask_holes+gqa",
+    "key_mask_left+score_mod",
+    "left_window+mask_mod",
+    "segments+left_window+gqa",
+    "segments+score_mod",
+    "segments+mask_mod",
+    "key_mask_left+mask+bias",
+    "left_window+sinks",
+    "softcap+gqa+value_dim",
+    "key_mask_left+gqa+value_dim",
+    "key_mask_holes+query_lengths",
 )
-
-
 UNORDERED = ("window", "key_mask_holes", "segments", "mask_of_each", "mask_mod", "bias", "score_mod", "gqa")
-"""What is fed without causal too: there a query sees its whole chunk."""
+"""Features that are fed without causal too: there a query sees its whole chunk."""
 QUICK = (
-    "key_mask_left",
-    "key_mask_holes",
-    "segments",
-    "left_window",
-    "value_dim",
-    "query_dim",
-    "bias_of_each",
-    "mask_of_each",
-    "mask_mod",
-    "score_mod",
-    "sinks",
-    "softcap",
-    "scale",
+    *("key_mask_left", "key_mask_holes", "segments", "left_window", "value_dim", "query_dim", "bias_of_each"),
+    *("mask_of_each", "mask_mod", "score_mod", "sinks", "softcap", "scale"),
 )
+
+
+def causal_cases(scope: Scope, *combinations: str, needs: tuple[str, ...] = NEEDS, **sizes: Any) -> list[Case]:
+    """Causal cases with these features beside; "" is causal alone."""
+    return scope.cases(*(f"causal+{x}" for x in combinations), needs=needs, **sizes)
 
 
 def _whole(scope: Scope) -> Iterable[Case]:
-    """Every way to ask that leaves lengths alone; offsets have a check of their own."""
+    """Every feature that leaves lengths alone; offsets have a check of their own."""
     labels = [
         label
         for label, f in FEATURES.items()
         if "offset" not in f.sets and not {"query_length", "key_length"} & set(f.sizes) and compatible("causal", label)
     ]
-    yield case("causal", needs=NEEDS, dtype=scope.base)
-    for label in QUICK if scope.quick else labels:
-        yield case("causal", label, needs=NEEDS, dtype=scope.base)
+    yield from causal_cases(scope, "", *(QUICK if scope.quick else labels))
     for dtype in scope.dtypes:
-        yield case("causal", "key_mask_left", "gqa", needs=NEEDS, dtype=dtype)
-        if not scope.quick:
-            yield case("causal", needs=NEEDS, dtype=dtype)
-    yield case("key_mask_left", needs=("state",), dtype=scope.base)
+        yield from causal_cases(
+            scope, *(("key_mask_left+gqa",) if scope.quick else ("key_mask_left+gqa", "")), dtype=dtype
+        )
+    yield from scope.cases("key_mask_left", needs=("state",))
     if scope.quick:
         return
-    yield from (case("causal", *many, needs=NEEDS, dtype=scope.base) for many in TOGETHER)
-    yield from (case("causal", needs=NEEDS, dtype=scope.base, note="odd", **sizes) for sizes in ODD)
-    yield case(needs=("state",), dtype=scope.base)
-    yield from (case(x, needs=("state",), dtype=scope.base) for x in UNORDERED)
+    yield from causal_cases(scope, *TOGETHER)
+    for sizes in ODD:
+        yield from causal_cases(scope, "", note="odd", **sizes)
+    yield from scope.cases("", *UNORDERED, needs=("state",))
 
 
 def _long(scope: Scope) -> Iterable[Case]:
-    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "dtype": scope.base}
-
-    def sized(n: int) -> dict[str, Any]:
-        return {**sizes, "query_length": n, "key_length": n}
-
-    yield case("causal", needs=NEEDS, **sized(140))
+    one: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1}
+    sizes: dict[str, Any] = {**one, "query_length": 140, "key_length": 140}
+    yield from causal_cases(scope, "", **sizes)
     if not scope.quick:
-        yield case("causal", "key_mask_holes", needs=NEEDS, **sized(140))
-        yield case("causal", "left_window", needs=NEEDS, **sized(140))
-        yield case("causal", *declared(scope, "bias", "sinks", "mask_mod"), needs=NEEDS, **sized(140))
-        yield case(needs=("state",), **sized(140))
-        yield case("causal", needs=NEEDS, **sized(530))
+        yield from causal_cases(scope, "key_mask_holes", "left_window", **sizes)
+        yield from causal_cases(scope, "+".join(scope.declared("bias", "sinks", "mask_mod")), **sizes)
+        yield from scope.cases("", needs=("state",), **sizes)
+        yield from causal_cases(scope, "", **one, query_length=530, key_length=530)
 
 
 def _gradient(scope: Scope) -> Iterable[Case]:
-    needs = (*NEEDS, "backward")
-    few = ((), ("gqa",), ("key_mask_left",), ("bias",))
+    few = ("", "gqa", "key_mask_left", "bias")
     many = (
-        ("key_mask_holes",),
-        ("value_dim",),
-        ("query_dim",),
-        ("scale",),
-        ("left_window",),
-        ("segments",),
-        ("mask_of_each",),
-        ("mask_mod",),
-        ("score_mod",),
-        ("softcap",),
-        ("sinks",),
-        ("hiding_bias",),
+        *("key_mask_holes", "value_dim", "query_dim", "scale", "left_window", "segments", "mask_of_each", "mask_mod"),
+        *("score_mod", "softcap", "sinks", "hiding_bias"),
     )
-    for labels in few if scope.quick else (*few, *many):
-        yield case("causal", *labels, needs=needs, dtype=scope.base)
+    needs = (*NEEDS, "backward")
+    yield from causal_cases(scope, *(few if scope.quick else (*few, *many)), needs=needs)
     if not scope.quick:
-        yield from (case("causal", needs=needs, dtype=d) for d in scope.dtypes if d != scope.base)
+        yield from (case("causal", needs=needs, dtype=d) for d in scope.other_dtypes)
+
+
+def _recorded(scope: Scope) -> Iterable[Case]:
+    labels = ("", "key_mask_left") if scope.quick else ("", "key_mask_left", "segments", "gqa")
+    return causal_cases(scope, *labels, needs=(*NEEDS, "backward"))
 
 
 CHECKS = (
     Check(check_chunks_equal_the_whole, "state", _whole),
     Check(check_long_runs_split_anywhere, "state", _long),
     Check(check_state_gradients_match_definition, "state", _gradient),
+    Check(check_recorded_and_unrecorded_steps_mix, "state", _recorded),
 )

@@ -1,4 +1,4 @@
-"""What is done to a state between calls: copies, new orders, cuts, and whose memory it is. Needs torch."""
+"""What is done to a state between calls: copies, new orders, cuts; and whose memory it is. Needs torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._stepping import NEEDS, feed, fresh, same, step
-from attnlab.conformance.compare.messages import demand, demand_close
-from attnlab.conformance.compare.tolerances import largest, rounding_bound
-from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import direction_for, recorded
-from attnlab.conformance.oracle.inputs import Inputs, draw, reduction_terms
+from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, fresh, step
+from attnlab.conformance.checks.state import causal_cases
+from attnlab.conformance.compare.comparer import drawn
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.derivatives import Gradients, direction_for, recorded, slopes
+from attnlab.conformance.oracle.inputs import Inputs, draw, map_tensors
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.errors import InvalidInput, UnsupportedRequest
 
@@ -27,47 +27,41 @@ CUT = 3
 
 def check_clones_fork(variant: Any, case: Case) -> None:
     """clone(), deepcopy, pickle and torch.save give a state that continues alone and leaves its origin as it was."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     n = case.query_length
     expected = _uncut(variant, inputs)
     with torch.no_grad():
         moved = feed(variant, inputs, [CUT], n)[1].to("meta")
     for name, x in ((f.name, getattr(moved, f.name)) for f in fields(moved)):
-        demand(
-            not isinstance(x, Tensor) or x.device.type == "meta",
-            variant,
-            case,
-            f"state.to() left {name} where it was",
-            "Every tensor of a state moves with it",
-        )
-    for word, fork in _forks(case.device).items():
-        for capacity, keepers in ((n, ("origin", "copy")), (None, ("origin", "copy")[: word == "clone()"])):
-            for keeper in keepers:
-                with torch.no_grad():
-                    _, state = feed(variant, inputs, [CUT], capacity)
-                    copied = fork(state)
-                    if word in MOVES and state.spent:
-                        if keeper == "origin":
-                            continue  # it moved: there is one state, not two
-                        state = None
-                    kept, other = (state, copied) if keeper == "origin" else (copied, state)
-                    first = step(variant, inputs, CUT, CUT + 1, kept)
-                    if other is not None:  # takes other tokens in between
-                        step(variant, _others(variant, inputs), CUT, n, other)
-                    rest = step(variant, inputs, CUT + 1, n, first.state)
-                same(
-                    variant,
-                    inputs,
-                    torch.cat([first.out, rest.out], dim=2),
-                    expected,
-                    f"the run without a fork ({word}, capacity {capacity}, continuing the {keeper})",
-                    "A copy holds memory of its own and everything that the next step needs",
-                )
+        there = not isinstance(x, Tensor) or x.device.type == "meta"
+        compare.demand(there, f"state.to() left {name} where it was", "Every tensor of a state moves with it")
+    ways = [
+        (word, fork, capacity, keeper)
+        for word, fork in _forks(case.device).items()
+        for capacity, keepers in ((n, ("origin", "copy")), (None, ("origin", "copy")[: word == "clone()"]))
+        for keeper in keepers
+    ]
+    for word, fork, capacity, keeper in ways:
+        with torch.no_grad():
+            _, state = feed(variant, inputs, [CUT], capacity)
+            copied = fork(state)
+            if word in MOVES and state.spent:
+                if keeper == "origin":
+                    continue  # it moved: there is one state, not two
+                state = None
+            mine, other = (state, copied) if keeper == "origin" else (copied, state)
+            first = step(variant, inputs, CUT, CUT + 1, mine)
+            if other is not None:  # takes other tokens in between
+                step(variant, _others(variant, inputs), CUT, n, other)
+            rest = step(variant, inputs, CUT + 1, n, first.state)
+        versus = f"the run without a fork ({word}, capacity {capacity}, continuing the {keeper})"
+        advice = "A copy holds memory of its own and everything that the next step needs"
+        compare.same(torch.cat([first.out, rest.out], dim=2), expected, versus, advice)
 
 
 def check_copies_carry_gradients(variant: Any, case: Case) -> None:
     """While autograd records, gradients of later steps reach the tokens before a clone(), reorder() or crop()."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     direction = direction_for(inputs)
     rows = torch.arange(case.batch, device=case.device)
     ways: dict[str, Callable[[Any], Any]] = {
@@ -76,7 +70,7 @@ def check_copies_carry_gradients(variant: Any, case: Case) -> None:
         "reorder()": lambda s: s.reorder(rows),
         "crop()": lambda s: s.crop(s.length),
     }
-    found: dict[str, dict[str, Tensor]] = {}
+    grads: dict[str, Gradients] = {}
     for word, way in ways.items():
         leaves = recorded(inputs.tensors())
         part = inputs.rebuilt(leaves)
@@ -87,32 +81,15 @@ def check_copies_carry_gradients(variant: Any, case: Case) -> None:
             except UnsupportedRequest:
                 continue
             rest = step(variant, part, CUT, case.query_length, after).out
-            grads = torch.autograd.grad(
-                torch.cat([first, rest], dim=2),
-                list(leaves.values()),
-                direction,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        found[word] = dict(zip(leaves, grads, strict=True))
-    for word, grads_by_name in found.items():
-        for name, expected in found["nothing"].items():
-            size = max(largest(expected), largest(direction) * largest(inputs.value))
-            demand_close(
-                grads_by_name[name],
-                expected,
-                rounding_bound(case.dtype, terms=reduction_terms(case), magnitude=size),
-                variant,
-                case,
-                what=f"gradient of {name}",
-                versus=f"the run without {word}",
-                advice="A copy stays in the graph: cutting it is what detach() is for",
-            )
+            grads[word] = slopes(torch.cat([first, rest], dim=2), leaves, direction)
+    for word, got in grads.items():
+        advice = "A copy stays in the graph: cutting it is what detach() is for"
+        compare.same_gradients(got, grads["nothing"], f"the run without {word}", advice)
 
 
 def check_states_reorder(variant: Any, case: Case) -> None:
     """reorder(index) continues row b from row index[b], as a beam search needs: repeated rows, fewer and more."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     n = case.query_length
     expected = _uncut(variant, inputs)
     for rows, dtype, capacity in (
@@ -127,11 +104,9 @@ def check_states_reorder(variant: Any, case: Case) -> None:
             first = step(variant, _by_rows(inputs, rows), CUT, CUT + 1, state.reorder(index))
             if not state.spent:  # it stayed usable, and then must be as it was
                 own = step(variant, inputs, CUT, n, state).out
-                same(variant, inputs, own, expected, f"the run without a reorder({rows}) of its state")
+                compare.same(own, expected, f"the run without a reorder({rows}) of its state", ADVICE)
             rest = step(variant, _by_rows(inputs, rows), CUT + 1, n, first.state)
-        same(
-            variant,
-            inputs,
+        compare.same(
             torch.cat([first.out, rest.out], dim=2),
             expected[rows],
             f"the rows {rows} of the run without reorder (capacity {capacity})",
@@ -142,41 +117,30 @@ def check_states_reorder(variant: Any, case: Case) -> None:
 
 def check_cropped_states_forget(variant: Any, case: Case) -> None:
     """crop(n) gives the state after the first n tokens; a length that it never had is `InvalidInput`."""
-    inputs = draw(case, variant)
-    others = _others(variant, inputs)
+    inputs, compare = drawn(case, variant)
     n = case.query_length
     expected = _uncut(variant, inputs)
-    for kept, capacity in ((CUT, None), (CUT, n), (0, None), (CUT + 2, n)):
+    for length, capacity in ((CUT, None), (CUT, n), (0, None), (CUT + 2, n)):
         with torch.no_grad():
-            _, state = feed(variant, inputs, [min(kept, CUT)], capacity)
-            if kept < CUT + 2:  # tokens that are to be forgotten
-                state = step(variant, others, kept, CUT + 2, state).state
+            _, state = feed(variant, inputs, [min(length, CUT)], capacity)
+            if length < CUT + 2:  # tokens that are to be forgotten
+                state = step(variant, _others(variant, inputs), length, CUT + 2, state).state
             else:
-                state = step(variant, inputs, CUT, kept, state).state
+                state = step(variant, inputs, CUT, length, state).state
             whole = step(variant, inputs, CUT + 2, n, state.clone()).out
             try:
-                cropped = state.crop(kept)
+                cropped = state.crop(length)
             except UnsupportedRequest as refusal:
                 raise NotApplicable(f"it offers no crop: {refusal}") from None
-            demand(
-                cropped.length == kept,
-                variant,
-                case,
-                f"state.crop({kept}) has length {cropped.length}",
-                "length counts the tokens that are left",
-            )
-            answer = step(variant, inputs, kept, n, cropped)
+            fault = f"state.crop({length}) has length {cropped.length}"
+            compare.demand(cropped.length == length, fault, "length counts the tokens that are left")
+            answer = step(variant, inputs, length, n, cropped)
             if not state.spent:  # it stayed usable, and then must hold what it held
                 rest = step(variant, inputs, CUT + 2, n, state).out
-                same(variant, inputs, rest, whole, f"the run without a crop({kept}) of its state")
-        same(
-            variant,
-            inputs,
-            answer.out[:, :, max(CUT - kept, 0) :],
-            expected[:, :, max(kept - CUT, 0) :],
-            f"the run that was fed {kept} tokens before (capacity {capacity})",
-            "Keys, values, masks and segments all end at the new length",
-        )
+                compare.same(rest, whole, f"the run without a crop({length}) of its state", ADVICE)
+        got, right = answer.out[:, :, max(CUT - length, 0) :], expected[:, :, max(length - CUT, 0) :]
+        versus = f"the run that was fed {length} tokens before (capacity {capacity})"
+        compare.same(got, right, versus, "Keys, values, masks and segments all end at the new length")
     for length in (-1, CUT + 1):
         with torch.no_grad():
             _, state = feed(variant, inputs, [CUT], n)
@@ -184,54 +148,46 @@ def check_cropped_states_forget(variant: Any, case: Case) -> None:
                 state.crop(length)
             except InvalidInput:
                 after = step(variant, inputs, CUT, n, state).out
-                same(variant, inputs, after, expected, f"the run without a refused crop({length})")
+                compare.same(after, expected, f"the run without a refused crop({length})", ADVICE)
                 continue
-        demand(
-            False,
-            variant,
-            case,
+        compare.fail(
             f"state.crop({length}) of {CUT} tokens was accepted",
             f"Raise InvalidInput for a length out of 0..{CUT}: negative ones count from no end",
         )
 
 
 def check_copies_of_cropped_states_continue(variant: Any, case: Case) -> None:
-    """What is copied, saved, moved or reordered after a crop continues from the length that is left."""
-    inputs = draw(case, variant)
+    """A state that is copied, saved, moved or reordered after a crop continues from the length that is left."""
+    inputs, compare = drawn(case, variant)
     n = case.query_length
     expected = _uncut(variant, inputs)
     rows = torch.arange(case.batch, device=case.device)
     forks: dict[str, Callable[[Any], Any]] = {"reorder()": lambda s: s.reorder(rows), **_forks(case.device)}
-    for word, fork in forks.items():
-        for capacity in (None, n):
-            with torch.no_grad():
-                _, state = feed(variant, inputs, [CUT], capacity)
-                state = step(variant, _others(variant, inputs), CUT, CUT + 2, state).state
-                try:
-                    copied = fork(state.crop(CUT))
-                except UnsupportedRequest as refusal:
-                    raise NotApplicable(f"it offers no crop: {refusal}") from None
-                demand(
-                    copied.length == CUT,
-                    variant,
-                    case,
-                    f"{word} of a state that was cropped to {CUT} tokens has length {copied.length}",
-                    "A store may hold more than counts: length says what is left",
-                )
-                rest = step(variant, inputs, CUT, n, copied).out
-            versus = f"the run that was fed {CUT} tokens (crop({CUT}), then {word}; capacity {capacity})"
-            same(variant, inputs, rest, expected, versus, "A copy carries what is left, and its length")
+    for word, capacity in ((word, capacity) for word in forks for capacity in (None, n)):
+        with torch.no_grad():
+            _, state = feed(variant, inputs, [CUT], capacity)
+            state = step(variant, _others(variant, inputs), CUT, CUT + 2, state).state
+            try:
+                copied = forks[word](state.crop(CUT))
+            except UnsupportedRequest as refusal:
+                raise NotApplicable(f"it offers no crop: {refusal}") from None
+            compare.demand(
+                copied.length == CUT,
+                f"{word} of a state that was cropped to {CUT} tokens has length {copied.length}",
+                "A store may hold more than counts: length says what is left",
+            )
+            rest = step(variant, inputs, CUT, n, copied).out
+        versus = f"the run that was fed {CUT} tokens (crop({CUT}), then {word}; capacity {capacity})"
+        compare.same(rest, expected, versus, "A copy carries what is left, and its length")
 
 
 def check_states_own_their_memory(variant: Any, case: Case) -> None:
-    """Overwriting what a step was given or gave, and feeding another sequence in between, changes no later step."""
-    inputs = draw(case, variant)
+    """Overwriting a step's inputs and output, and feeding another sequence in between, changes no later step."""
+    inputs, compare = drawn(case, variant)
     n = case.query_length
     expected = _uncut(variant, inputs)
-    for recording in (False, True):
-        if recording and not variant.capabilities.backward:
-            continue
-        scratch = _copied(inputs)
+    for recording in (False, True) if variant.capabilities.backward else (False,):
+        scratch = inputs.mapped(torch.clone)
         query = scratch.query.clone().requires_grad_(recording)
         with torch.set_grad_enabled(recording):
             answer = step(variant, scratch.with_tensors(query=query), 0, CUT, fresh(variant, inputs))
@@ -239,15 +195,11 @@ def check_states_own_their_memory(variant: Any, case: Case) -> None:
             feed(variant, _others(variant, inputs), [CUT, 1], n)  # another sequence, in a state of its own
             answer.out.detach().fill_(7.0)
             scratch.key[:, :, :CUT], scratch.value[:, :, :CUT] = 5.0, -5.0
-            for gate in (scratch.arguments.get("gates") or {}).values():
-                gate.fill_(0.5)
-            for name in ("key_mask", "segments"):
-                for x in _parts(scratch.arguments.get(name)):
-                    x.copy_(x.flip(1) if name == "segments" else ~x)
+            map_tensors(scratch.arguments.get("gates"), lambda x: x.fill_(0.5))
+            map_tensors(scratch.arguments.get("key_mask"), lambda x: x.copy_(~x))
+            map_tensors(scratch.arguments.get("segments"), lambda x: x.copy_(x.flip(1)))
             got = step(variant, inputs, CUT, n, answer.state).out
-        same(
-            variant,
-            inputs,
+        compare.same(
             got,
             expected,
             "the run whose inputs and first output were left alone, with no other sequence in between",
@@ -284,14 +236,9 @@ def _uncut(variant: Any, inputs: Inputs) -> Tensor:
 
 
 def _others(variant: Any, inputs: Inputs) -> Inputs:
-    """The call with other numbers, and other tokens absent."""
+    """The call with other numbers, and other tokens padded."""
     other = draw(replace(inputs.case, seed=inputs.case.seed + 17), variant)
-    more: dict[str, Any] = {}
-    if "key_mask" in inputs.arguments:
-        more["key_mask"] = ~inputs.arguments["key_mask"]
-    if "segments" in inputs.arguments:
-        more["segments"] = tuple(ids.flip(1) for ids in inputs.arguments["segments"])
-    return inputs.rebuilt(other.tensors()).with_tensors(**more)
+    return _remasked(inputs.rebuilt(other.tensors()), lambda x: ~x, lambda ids: ids.flip(1))
 
 
 def _by_rows(inputs: Inputs, rows: list[int]) -> Inputs:
@@ -300,38 +247,22 @@ def _by_rows(inputs: Inputs, rows: list[int]) -> Inputs:
         n: x[rows] if n in ("query", "key", "value") or n.startswith("gates.") else x
         for n, x in inputs.tensors().items()
     }
-    more: dict[str, Any] = {}
-    if "key_mask" in inputs.arguments:
-        more["key_mask"] = inputs.arguments["key_mask"][rows]
-    if "segments" in inputs.arguments:
-        more["segments"] = tuple(ids[rows] for ids in inputs.arguments["segments"])
-    return inputs.rebuilt(named).with_tensors(**more)
+    return _remasked(inputs.rebuilt(named), lambda x: x[rows], lambda ids: ids[rows])
 
 
-def _copied(inputs: Inputs) -> Inputs:
-    more: dict[str, Any] = {}
-    for name in ("key_mask", "segments"):
-        given = inputs.arguments.get(name)
-        if given is not None:
-            copies = tuple(x.clone() for x in _parts(given))
-            more[name] = copies if isinstance(given, tuple) else copies[0]
-    return inputs.rebuilt({n: x.clone() for n, x in inputs.tensors().items()}).with_tensors(**more)
+def _remasked(inputs: Inputs, key_mask: Callable[[Tensor], Tensor], segments: Callable[[Tensor], Tensor]) -> Inputs:
+    """The call with these changes of its key_mask and of its segment ids."""
+    changes = {"key_mask": key_mask, "segments": segments}
+    arguments = inputs.arguments
+    return inputs.with_tensors(**{n: map_tensors(arguments[n], f) for n, f in changes.items() if n in arguments})
 
 
-def _parts(given: Any) -> tuple[Tensor, ...]:
-    if given is None:
-        return ()
-    return given if isinstance(given, tuple) else (given,)
-
-
-def _simple(scope: Scope) -> Iterable[Case]:
-    labels = ("", "key_mask_left") if scope.quick else ("", "key_mask_left", "segments", "gqa")
-    for label in labels:
-        yield case("causal", *([label] if label else []), needs=NEEDS, dtype=scope.base)
+def _simple(scope: Scope) -> list[Case]:
+    return causal_cases(scope, "", "key_mask_left", *(() if scope.quick else ("segments", "gqa")))
 
 
 def _one(scope: Scope) -> Iterable[Case]:
-    return list(_simple(scope))[:1]
+    return _simple(scope)[:1]
 
 
 def _three_rows(scope: Scope) -> Iterable[Case]:
@@ -339,7 +270,7 @@ def _three_rows(scope: Scope) -> Iterable[Case]:
 
 
 def _recorded(scope: Scope) -> Iterable[Case]:
-    return (replace(c, needs=(*c.needs, "backward")) for c in list(_simple(scope))[:2])
+    return causal_cases(scope, "", "key_mask_left", needs=(*NEEDS, "backward"))
 
 
 CHECKS = (

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._stepping import NEEDS, call, comparable, feed, fresh, same, seen_by_chunks, step, truth
+from attnlab.conformance.checks._stepping import NEEDS, call, comparable, feed, fresh, step, truth, visible_by_chunks
 from attnlab.conformance.checks.independence import item
-from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.checks.state import causal_cases
+from attnlab.conformance.compare.comparer import drawn, short
 from attnlab.conformance.oracle.cases import Case, case
 from attnlab.conformance.oracle.inputs import Inputs, draw
 from attnlab.conformance.running.check import Check, Scope
@@ -23,142 +24,104 @@ LIBRARY = (CacheState, LinearState, RecurrentState)
 
 
 class Interrupted(Exception):
-    """What a caller's function raises in the middle of a call."""
+    """Raised by a caller's function in the middle of a call."""
 
 
 def check_a_consumed_state_raises(variant: Any, case: Case) -> None:
     """A state that was handed to a call, even to one without tokens or without queries, cannot be used again."""
-    inputs = draw(case, variant)
-    for word, queries, keys in (
+    inputs, compare = drawn(case, variant)
+    for words, queries, keys in (
         ("two tokens", (0, 2), (0, 2)),
         ("no tokens", (0, 0), (0, 0)),
         ("keys alone", (0, 0), (0, 2)),
     ):
         for recording in (False, variant.capabilities.backward):
             state = fresh(variant, inputs)
-            given = inputs.with_tensors(query=inputs.query.clone().requires_grad_(recording))
+            first = inputs.with_tensors(query=inputs.query.clone().requires_grad_(recording))
             with torch.set_grad_enabled(recording):
-                call(variant, given, queries, keys, state)
+                call(variant, first, queries, keys, state)
             try:
                 with torch.no_grad():
                     step(variant, inputs, keys[1], 3, state)
             except AttnlabError:
                 continue
-            demand(
-                False,
-                variant,
-                case,
-                f"a state was accepted twice, first with {word}",
-                "Mark it spent and raise InvalidInput on the second use",
-            )
+            advice = "Mark it spent and raise InvalidInput on the second use"
+            compare.fail(f"a state was accepted twice, first with {words}", advice)
 
 
 def check_failed_calls_leave_the_state_usable(variant: Any, case: Case) -> None:
     """A call that raises, at the door or in the middle, leaves its state as it was."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     other = inputs.rebuilt(draw(replace(case, seed=case.seed + 17), variant).tensors())
     n = case.query_length
     with torch.no_grad():
         expected = feed(variant, inputs, [3, n - 3])[0][:, :, 3:]
-        for word, attempt in _failing(variant, other):
+        for words, attempt in _failing(variant, other):
             _, state = feed(variant, inputs, [3], n)
-            if _served(attempt, state):
+            if _succeeds(attempt, state):
                 continue
             try:
                 got = step(variant, inputs, 3, n, state).out
             except AttnlabError as fault:
-                demand(
-                    False,
-                    variant,
-                    case,
-                    f"after a call that failed ({word}) the state is refused: {fault}",
+                compare.fail(
+                    f"after a call that failed ({words}) the state is refused: {fault}",
                     "A state is spent by the call that succeeds, and only when it does",
                 )
-            same(
-                variant,
-                inputs,
-                got,
-                expected,
-                f"the run without the call that failed ({word})",
-                "Change a state only when nothing can fail any more, or make a new one",
-            )
+            advice = "Change a state only when nothing can fail any more, or make a new one"
+            compare.same(got, expected, f"the run without the call that failed ({words})", advice)
 
 
 def check_misfit_states_are_refused(variant: Any, case: Case) -> None:
     """A state for another batch, other heads or widths, another kind or another dtype raises `InvalidInput`."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
+    raising = "State.check raises InvalidInput; name the state's class in state_type"
     with torch.no_grad():
         own = feed(variant, inputs, [3])[1]
-    for word, make in _misfits(variant, inputs):
+    for words, make in _misfits(variant, inputs):
         with torch.no_grad():
             state = make()
-            if _alike(state, own):
+            if type(state) is type(own) and _layout(state) == _layout(own):
                 continue  # nothing in it could tell
             # Of its own class only its author knows the layout: there any error will do, silence will not.
-            loud = isinstance(state, type(own)) and not isinstance(own, LIBRARY) and "sequence" not in word
+            loud = isinstance(state, type(own)) and not isinstance(own, LIBRARY) and "sequence" not in words
             try:
                 step(variant, inputs, 3, 5, state)
             except InvalidInput:
                 continue
             except Exception as fault:
-                demand(
-                    loud,
-                    variant,
-                    case,
-                    f"a state {word} raised {type(fault).__name__} ({' '.join(str(fault).split())[:120]})",
-                    "Judge it before any tensor work: State.check raises InvalidInput; name the state's class in state_type",
-                )
+                told = f"a state {words} raised {type(fault).__name__} ({short(fault, 120)})"
+                compare.demand(loud, told, f"Validate it before any tensor work: {raising}")
                 continue
-        demand(
-            False,
-            variant,
-            case,
-            f"a state {word} was accepted",
-            "Judge its sizes, not only its kind: State.check raises InvalidInput; name the state's class in state_type",
-        )
+        compare.fail(f"a state {words} was accepted", f"Validate its sizes, not only its kind: {raising}")
 
 
 def check_states_of_another_dtype_change_no_result(variant: Any, case: Case) -> None:
     """A state in another dtype is refused with `InvalidInput`, or the answer is as precise as ever."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     n = case.query_length
     exact, limit, name = truth(variant, inputs)
-    others = [d for d in variant.capabilities.dtypes if d != case.dtype]
-    for dtype in sorted(others):
-        narrow = getattr(torch, dtype)
+    for dtype in sorted(d for d in variant.capabilities.dtypes if d != case.dtype):
         with torch.no_grad():
-            state = variant.init_state(case.batch, device=inputs.key.device, dtype=narrow)
+            state = variant.init_state(case.batch, device=inputs.key.device, dtype=getattr(torch, dtype))
             try:
                 first = step(variant, inputs, 0, 3, state)
                 rest = step(variant, inputs, 3, n, first.state)
             except InvalidInput:
                 continue
         got = torch.cat([first.out, rest.out], dim=2)
-        demand(
-            got.dtype == inputs.query.dtype,
-            variant,
-            case,
-            f"with a state made for {dtype}, out has dtype {got.dtype}",
-            "Refuse the state with InvalidInput, or cast back to query's dtype",
-        )
-        demand_close(
-            got,
-            exact,
-            limit,
-            variant,
-            case,
-            what="out",
-            versus=f"{name} (through a state made for {dtype})",
-            advice="Refuse the state with InvalidInput: tokens cast to its dtype lose digits",
-        )
+        fault = f"with a state made for {dtype}, out has dtype {got.dtype}"
+        advice = "Refuse the state with InvalidInput, or cast back to query's dtype"
+        compare.demand(got.dtype == inputs.query.dtype, fault, advice)
+        advice = "Refuse the state with InvalidInput: tokens cast to its dtype lose digits"
+        compare.close(got, exact, limit, f"{name} (through a state made for {dtype})", advice)
 
 
 def check_a_full_state_says_so(variant: Any, case: Case) -> None:
     """Tokens beyond a capacity raise, leaving the state usable, or make it grow; none is dropped in silence."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     n = case.query_length
     for capacity, sizes in ((4, [3, n - 3]), (4, [4, 1, n - 5]), (n - 1, [n]), (3, [1] * n), (0, [2, n - 2])):
-        visible = seen_by_chunks(inputs, sizes)
+        visible = visible_by_chunks(inputs, sizes)
         state, start = fresh(variant, inputs, capacity), 0
         for size in sizes:
             fits = start + size <= capacity
@@ -175,35 +138,22 @@ def check_a_full_state_says_so(variant: Any, case: Case) -> None:
             state = answer.state
             if comparable(variant, inputs, visible):
                 exact, limit, name = truth(variant, inputs, visible)
-                demand_close(
-                    answer.out,
-                    exact[:, :, start : start + size],
-                    limit,
-                    variant,
-                    case,
-                    what="out",
-                    versus=f"{name} ({size} tokens more than {start}, in a state with a capacity of {capacity})",
-                    advice="Raise InvalidInput where a state is full, or let it grow; never drop or overwrite a token",
-                )
+                versus = f"{name} ({size} tokens more than {start}, in a state with a capacity of {capacity})"
+                advice = "Raise InvalidInput where a state is full, or let it grow; never drop or overwrite a token"
+                compare.close(answer.out, exact[:, :, start : start + size], limit, versus, advice)
             start += size
 
 
-def _served(attempt: Callable[[Any], Any], state: Any) -> bool:
-    """Whether the call went through."""
+def _succeeds(attempt: Callable[[Any], Any], state: Any) -> bool:
     try:
         attempt(state)
-    except Exception:
-        # By design: a call that cannot work is made, and what it raises is judged by the checks of refusals, not here.
+    except Exception:  # what a call raises that cannot work is for the checks of refusals
         return False
     return True
 
 
-def _alike(state: Any, own: Any) -> bool:
-    """Whether two states hold tensors of the same shapes and dtypes."""
-    return type(state) is type(own) and _tensors(state) == _tensors(own)
-
-
-def _tensors(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+def _layout(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Name, shape and dtype of every tensor that a state holds."""
     held = ((f.name, getattr(state, f.name)) for f in fields(state))
     return [(name, x.shape, x.dtype) for name, x in held if isinstance(x, Tensor)]
 
@@ -271,18 +221,11 @@ class _Foreign(State):
 
 
 def _simple(scope: Scope) -> Iterable[Case]:
-    yield case("causal", needs=NEEDS, dtype=scope.base)
-    yield case("causal", "key_mask_left", needs=NEEDS, dtype=scope.base)
-
-
-def _one(scope: Scope) -> Iterable[Case]:
-    yield case("causal", needs=NEEDS, dtype=scope.base)
+    return causal_cases(scope, "", "key_mask_left")
 
 
 def _sizes(scope: Scope) -> Iterable[Case]:
-    yield from _one(scope)
-    if not scope.quick:
-        yield case("causal", "gqa", needs=NEEDS, dtype=scope.base)
+    return causal_cases(scope, *(("",) if scope.quick else ("", "gqa")))
 
 
 def _dtypes(scope: Scope) -> Iterable[Case]:

@@ -17,15 +17,15 @@ from attnlab.conformance.checks._stepping import (
     feed,
     fresh,
     is_defined,
-    seen_by_chunks,
     step,
     truth,
     up_to,
+    visible_by_chunks,
 )
-from attnlab.conformance.compare.messages import demand, demand_close
+from attnlab.conformance.checks.state import causal_cases
+from attnlab.conformance.compare.comparer import drawn
 from attnlab.conformance.compare.tolerances import Bound
-from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.oracle.cases import Case
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.errors import InvalidInput
 
@@ -44,12 +44,14 @@ APART: tuple[tuple[str, tuple[tuple[Span, Span], ...]], ...] = (
 
 def check_offsets_count_from_the_first_token(variant: Any, case: Case) -> None:
     """An offset given with a state says where the call's first query stands in the whole, the past included."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     sizes = [2, 1, 0, case.query_length - 3]
     for offset in OFFSETS:
-        given = torch.tensor(offset, device=case.device)[: case.batch] if isinstance(offset, list) else offset
-        moved = inputs.with_tensors(offset=given)
-        visible = seen_by_chunks(moved, sizes)
+        by_item = isinstance(offset, list)
+        moved = inputs.with_tensors(
+            offset=torch.tensor(offset, device=case.device)[: case.batch] if by_item else offset
+        )
+        visible = visible_by_chunks(moved, sizes)
         if not comparable(variant, moved, visible):
             continue
         exact, limit, name = truth(variant, moved, visible)
@@ -59,61 +61,40 @@ def check_offsets_count_from_the_first_token(variant: Any, case: Case) -> None:
         except InvalidInput:
             if offset in OFFSETS[:2]:
                 raise
-            continue  # a past that is summed up cannot be looked into from elsewhere
-        demand_close(
-            got,
-            exact,
-            limit,
-            variant,
-            case,
-            what="out",
-            versus=f"{name} (tokens stand at their index + {offset})",
-            advice="offset= is where the call's first query stands, counted from the sequence's first key",
-        )
+            continue  # a past that is summed up has no other positions to read from
+        advice = "offset= is where the call's first query stands, counted from the sequence's first key"
+        compare.close(got, exact, limit, f"{name} (tokens stand at their index + {offset})", advice)
 
 
 def check_queries_and_keys_may_come_apart(variant: Any, case: Case) -> None:
     """Keys without queries are remembered, queries without new keys are answered, and one call may hold more of either."""
-    inputs = draw(case, variant)
-    visible = inputs.visible()
+    inputs, compare = drawn(case, variant)
+    whole = inputs.visible()
     known: dict[int, tuple[Tensor, Bound, str]] = {}
-    for word, calls in APART:
+    advice = f"A state grows by the new keys, whoever asks; write absorb() for calls without queries. {ADVICE}"
+    for words, calls in APART:
         state = fresh(variant, inputs, case.key_length)
         for queries, keys in calls:
             with torch.no_grad():
                 answer = call(variant, inputs, queries, keys, state)
             state = answer.state
-            demand(
-                state.length == keys[1],
-                variant,
-                case,
-                f"after {keys[1]} keys the state's length is {state.length} ({word})",
-                "length counts keys, whoever asks",
-            )
-            seen, rows = up_to(visible, torch.tensor([keys[1]], device=visible.device)), slice(*queries)
+            fault = f"after {keys[1]} keys the state's length is {state.length} ({words})"
+            compare.demand(state.length == keys[1], fault, "length counts keys, whoever asks")
+            visible, rows = up_to(whole, torch.tensor([keys[1]], device=whole.device)), slice(*queries)
             if not is_defined(variant, inputs):
-                if not torch.equal(seen[:, :, rows], visible[:, :, rows]):
+                if not torch.equal(visible[:, :, rows], whole[:, :, rows]):
                     continue
-                seen = visible
+                visible = whole
             if keys[1] not in known:
-                known[keys[1]] = truth(variant, inputs, seen)
+                known[keys[1]] = truth(variant, inputs, visible)
             exact, limit, name = known[keys[1]]
-            demand_close(
-                answer.out,
-                exact[:, :, rows],
-                limit,
-                variant,
-                case,
-                what="out",
-                versus=f"{name} ({word}: queries {list(range(*queries))} with new keys {list(range(*keys))})",
-                advice="A state grows by the new keys, whoever asks; write absorb() for calls without queries. "
-                + ADVICE,
-            )
+            versus = f"{name} ({words}: queries {list(range(*queries))} with new keys {list(range(*keys))})"
+            compare.close(answer.out, exact[:, :, rows], limit, versus, advice)
 
 
 def check_bottom_right_counts_what_is_valid(variant: Any, case: Case) -> None:
     """With a state, offset="bottom_right" and lengths, the last valid query stands at the last valid key."""
-    inputs = draw(case, variant)
+    inputs, compare = drawn(case, variant)
     n, past = case.query_length, 3
     new = n - past
     keys, queries = (torch.tensor(x, device=case.device) for x in ([new, new - 2], [new - 1, new]))
@@ -127,41 +108,27 @@ def check_bottom_right_counts_what_is_valid(variant: Any, case: Case) -> None:
             got = step(variant, inputs, past, n, state, offset="bottom_right", **lengths).out
         except InvalidInput as refusal:
             raise NotApplicable(f"its past is summed up: {refusal}") from None
-    demand_close(
-        got,
-        exact[:, :, past:],
-        limit,
-        variant,
-        case,
-        what="out",
-        versus=f"{name} ({new} tokens after {past}, of which {keys.tolist()} keys and {queries.tolist()} queries are valid)",
-        advice="bottom_right is the past and the valid new keys less the valid queries",
-    )
+    valid = f"{keys.tolist()} keys and {queries.tolist()} queries are valid"
+    versus = f"{name} ({new} tokens after {past}, of which {valid})"
+    advice = "bottom_right is the past and the valid new keys less the valid queries"
+    compare.close(got, exact[:, :, past:], limit, versus, advice)
 
 
 def _offset_cases(scope: Scope) -> Iterable[Case]:
-    yield case("causal", needs=NEEDS, dtype=scope.base)
+    yield from causal_cases(scope, "")
     if not scope.quick:
-        yield case("left_window", "causal", needs=NEEDS, dtype=scope.base)
-        yield case("window", needs=("state",), dtype=scope.base)
-        yield case("causal", "key_mask_left", "gqa", needs=NEEDS, dtype=scope.base)
-        yield case("causal", "score_mod", needs=NEEDS, dtype=scope.base)
-        yield case("causal", "mask_mod", needs=NEEDS, dtype=scope.base)
+        yield from scope.cases("left_window+causal", needs=NEEDS)
+        yield from scope.cases("window", needs=("state",))
+        yield from causal_cases(scope, "key_mask_left+gqa", "score_mod", "mask_mod")
 
 
 def _apart_cases(scope: Scope) -> Iterable[Case]:
-    needs = (*NEEDS, "cross_lengths")
-    yield case("causal", needs=needs, dtype=scope.base)
-    if not scope.quick:
-        for label in ("key_mask_left", "gqa", "left_window", "score_mod", "mask_of_each", "bias_of_each"):
-            yield case("causal", label, needs=needs, dtype=scope.base)
+    more = ("key_mask_left", "gqa", "left_window", "score_mod", "mask_of_each", "bias_of_each")
+    return causal_cases(scope, "", *(() if scope.quick else more), needs=(*NEEDS, "cross_lengths"))
 
 
 def _valid(scope: Scope) -> Iterable[Case]:
-    needs = (*NEEDS, "key_mask")
-    yield case("causal", needs=needs, dtype=scope.base)
-    if not scope.quick:
-        yield case("left_window", needs=needs, dtype=scope.base)
+    return scope.cases(*(("causal",) if scope.quick else ("causal", "left_window")), needs=(*NEEDS, "key_mask"))
 
 
 CHECKS = (

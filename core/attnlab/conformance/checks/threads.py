@@ -1,7 +1,7 @@
 """Calls that overlap: in two threads, before each other's backward, and beside any number of threads. Needs torch.
 
-Two threads are made to take turns at every operation, and at every line of the variant's own code: what one call leaves on the
-module, the other finds there, always.
+Two threads take turns at every operation, and at every line of the variant's own code: each finds what a call of the other
+leaves on the module, always.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._runs import agree, agree_in_all, declared, plainly
 from attnlab.conformance.checks._settings import settings_kept
 from attnlab.conformance.checks._stepping import NEEDS, feed
 from attnlab.conformance.checks._watching import DispatchMode
-from attnlab.conformance.compare.messages import demand
-from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import direction_for, recorded, trained
-from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.compare.comparer import Comparer, drawn, short
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.derivatives import Answer, Gradients, direction_for, recorded, slopes, trained
+from attnlab.conformance.oracle.features import FEATURES
 from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.oracle.seeds import seeded_draws
 from attnlab.conformance.running.check import Check, Scope
 
 LONGEST = 60.0  # seconds for two small calls
@@ -35,81 +35,60 @@ ADVICE = (
     "save it on ctx or in the state"
 )
 
-Answer = tuple[Tensor, dict[str, Tensor]]
-
 
 def check_threads_share_an_instance(variant: Any, case: Case) -> None:
     """Two calls at once on one instance, with other lengths, masks and contents, give what each gives alone."""
     own = draw(case, variant)
-    for recording, partner in (
-        (variant.capabilities.backward and "state" not in case.needs, _partner(case, variant)),
-        (False, draw(replace(case, seed=case.seed + 13), variant)),
-    ):
+    backward = variant.capabilities.backward and "state" not in case.needs
+    alike = draw(replace(case, seed=case.seed + 13), variant)
+    for recording, partner in ((backward, _partner(case, variant)), (False, alike)):
         inputs = [own, partner]
         for one in inputs:
-            plainly(variant, one)  # what is refused is refused here
+            one.seeded_out(variant)  # what is refused is refused here
         jobs = [_job(variant, one, recording) for one in inputs]
         alone = [job() for job in jobs]
         with settings_kept(variant, case, "two calls at once"), seeded_draws(case.seed, case.device):
             together = _taking_turns(jobs, _files_of(variant))
         for one, got, expected in zip(inputs, together, alone, strict=True):
-            demand(
-                not isinstance(got, Exception),
-                variant,
-                one.case,
-                f"beside another call in another thread it raises {type(got).__name__}: {' '.join(str(got).split())[:160]}",
-                ADVICE,
-            )
-            assert not isinstance(got, Exception)
-            agree_in_all(variant, one, got, expected, versus="the call alone (this is beside another)", advice=ADVICE)
+            compare = Comparer(variant, one)
+            if isinstance(got, Exception):
+                words = "beside another call in another thread it raises"
+                compare.fail(f"{words} {type(got).__name__}: {short(got, 160)}", ADVICE)
+            compare.same_answer(got, expected, "the call alone (this is beside another)", ADVICE)
 
 
 def check_overlapping_calls_keep_their_own(variant: Any, case: Case) -> None:
     """Two forwards before either backward, and a backward run twice, give the gradients of each call alone."""
     inputs = [draw(case, variant), draw(replace(case, seed=case.seed + 13), variant)]
-    parameters = trained(variant)
     alone = []
     for one in inputs:
-        plainly(variant, one)
-        alone.append(_gradients(*_recorded(variant, one), parameters, one))
+        one.seeded_out(variant)
+        alone.append(_gradients(variant, one, *_recorded(variant, one)))
+    advice = f"{ADVICE}; a backward writes to nothing that was saved"
     for order in ((0, 1), (1, 0)):
         calls = [_recorded(variant, one) for one in inputs]
-        for i in order:
-            for time in ("", ", run a second time"):
-                found = _gradients(*calls[i], parameters, inputs[i])
-                for name, expected in alone[i].items():
-                    agree(
-                        variant,
-                        inputs[i],
-                        found[name],
-                        expected,
-                        what=f"gradient of {name}",
-                        versus=f"the call alone (this is beside another, {('first', 'second')[i]} of two forwards{time})",
-                        advice=f"{ADVICE}; a backward writes to nothing that was saved",
-                    )
+        for i, time in ((i, time) for i in order for time in ("", ", run a second time")):
+            got = _gradients(variant, inputs[i], *calls[i])
+            versus = f"the call alone (this is beside another, {('first', 'second')[i]} of two forwards{time})"
+            Comparer(variant, inputs[i]).same_gradients(got, alone[i], versus, advice)
 
 
 def check_the_number_of_threads_does_not_matter(variant: Any, case: Case) -> None:
     """With 1, 2, 3 and 5 threads of torch's own the output is the same within rounding."""
-    inputs = draw(case, variant)
-    plainly(variant, inputs)
+    inputs, compare = drawn(case, variant)
+    inputs.seeded_out(variant)
     before = torch.get_num_threads()
     answers = {}
     try:
         for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
-            answers[count] = plainly(variant, inputs)
+            answers[count] = inputs.seeded_out(variant)
     finally:
         torch.set_num_threads(before)
     for count, got in answers.items():
-        agree(
-            variant,
-            inputs,
-            got,
-            answers[1],
-            versus=f"that of 1 thread (this is torch.set_num_threads({count}))",
-            advice="Pieces cut by the number of threads must cover every key once and share one normaliser",
-        )
+        versus = f"that of 1 thread (this is torch.set_num_threads({count}))"
+        advice = "Pieces cut by the number of threads must cover every key once and share one normaliser"
+        compare.same(got, answers[1], versus, advice)
 
 
 class _Turns:
@@ -198,14 +177,12 @@ def _files_of(variant: Any) -> set[str]:
 
 
 def _job(variant: Any, inputs: Inputs, recording: bool) -> Callable[[], Answer]:
-    """What a thread does with these inputs: a run through a state, a forward and backward, or a forward."""
-    parameters = trained(variant)
-    direction = direction_for(inputs)
+    """The work of a thread on these inputs: a run through a state, a forward and backward, or a forward."""
 
     def work() -> Answer:
         if recording:
             out, leaves = _recorded(variant, inputs)
-            return out.detach(), _gradients(out, leaves, parameters, inputs, direction)
+            return out.detach(), _gradients(variant, inputs, out, leaves)
         with torch.no_grad():
             if "state" in inputs.case.needs:
                 return feed(variant, inputs, [2, 1, inputs.case.query_length - 3])[0], {}
@@ -220,68 +197,36 @@ def _recorded(variant: Any, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         return inputs.rebuilt(leaves).run(variant).out, leaves
 
 
-def _gradients(
-    out: Tensor,
-    leaves: dict[str, Tensor],
-    parameters: dict[str, Tensor],
-    inputs: Inputs,
-    direction: Tensor | None = None,
-) -> dict[str, Tensor]:
-    found = torch.autograd.grad(
-        out,
-        [*leaves.values(), *parameters.values()],
-        direction_for(inputs) if direction is None else direction,
-        retain_graph=True,
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return dict(zip([*leaves, *parameters], found, strict=True))
+def _gradients(variant: Any, inputs: Inputs, out: Tensor, leaves: dict[str, Tensor]) -> Gradients:
+    return slopes(out, {**leaves, **trained(variant)}, direction_for(inputs), retain_graph=True)
 
 
 def _partner(case: Case, variant: Any) -> Inputs:
-    """A longer call of other contents that asks for less: without the case's first feature that is no size."""
-    from attnlab.conformance.oracle.features import FEATURES
-
+    """A longer call of other contents with fewer features: without the case's first one that is no size."""
     dropped = next((x for x in case.features if not FEATURES[x].sizes), None)
     features = tuple(x for x in case.features if x != dropped or "state" in case.needs)
-    return draw(
-        replace(
-            case,
-            features=features,
-            seed=case.seed + 13,
-            batch=case.batch + 1,
-            query_length=case.query_length + 4,
-            key_length=case.key_length + 4,
-        ),
-        variant,
-    )
+    lengths: dict[str, Any] = {"query_length": case.query_length + 4, "key_length": case.key_length + 4}
+    return draw(replace(case, features=features, seed=case.seed + 13, batch=case.batch + 1, **lengths), variant)
 
 
-def _calls(scope: Scope) -> Iterable[Case]:
-    sizes = {"dtype": scope.base}
-    yield case(*declared(scope, "causal", "key_mask_left", "gqa"), **sizes)
-    if scope.quick:
-        return
-    yield case(*declared(scope, "int_offset", "scale", "mask"), **sizes)
-    yield case(*declared(scope, "bias", "sinks", "softcap", "segments"), **sizes)
-    yield case(*declared(scope, "mask_per_item", "score_mod"), **sizes)
+def _calls(scope: Scope, *needs: str) -> list[Case]:
+    more = ("int_offset+scale+mask", "bias+sinks+softcap+segments", "mask_per_item+score_mod")
+    return scope.usable("causal+key_mask_left+gqa", *(() if scope.quick else more), needs=needs)
 
 
 def _shared(scope: Scope) -> Iterable[Case]:
-    yield from _calls(scope)
-    if not scope.quick:
-        yield case("causal", dtype=scope.base, needs=NEEDS, note="through a state")
+    state = scope.cases("causal", needs=NEEDS, note="through a state")
+    return _calls(scope) if scope.quick else [*_calls(scope), *state]
 
 
 def _overlapping(scope: Scope) -> Iterable[Case]:
-    for one in _calls(scope):
-        yield replace(one, needs=("backward",))
+    return _calls(scope, "backward")
 
 
 def _counted(scope: Scope) -> Iterable[Case]:
-    yield case(*declared(scope, "causal"), dtype=scope.base, query_length=67, key_length=67)
+    yield from scope.usable("causal", query_length=67, key_length=67)
     if not scope.quick:
-        yield case(*declared(scope, "key_mask_holes", "longer_keys"), dtype=scope.base)
+        yield from scope.usable("key_mask_holes+longer_keys")
 
 
 CHECKS = (

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._runs import agree, agree_in_all, declared, differentiated, plainly
-from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import direction_for, trained
-from attnlab.conformance.oracle.draws import seeded_draws
+from attnlab.conformance.compare.comparer import drawn, short
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.derivatives import differentiated, direction_for, trained
 from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.oracle.seeds import seeded_draws
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.conformance.running.subject import like
 from attnlab.errors import AttnlabError
@@ -29,93 +29,71 @@ def check_parameters_are_read_at_each_call(variant: Any, case: Case) -> None:
     """Other parameters by functional_call, by an update in place or by load_state_dict give the answer that belongs to them."""
     if not dict(variant.named_parameters()):
         raise NotApplicable("it has no parameters")
-    inputs = draw(case, variant)
-    plainly(variant, inputs)  # whatever a first call would keep is kept now
+    inputs, compare = drawn(case, variant)
+    inputs.seeded_out(variant)  # whatever a first call would keep is kept now
     others = _moved(variant, case)
     with seeded_draws(case.seed, case.device):
         holder = like(variant).to(inputs.query.device, inputs.query.dtype)
     holder.load_state_dict(others)
-    expected = plainly(holder, inputs)
-    changed = copy.deepcopy(variant)
-    plainly(changed, inputs)
+    expected = inputs.seeded_out(holder)
+    changed, assigned = copy.deepcopy(variant), copy.deepcopy(variant)
+    for one in (changed, assigned):
+        inputs.seeded_out(one)
     with torch.no_grad():
         for name, parameter in changed.named_parameters():
             parameter.copy_(others[name])
-    assigned = copy.deepcopy(variant)
-    plainly(assigned, inputs)
     assigned.load_state_dict(others, assign=True)
-    answers = {
-        "torch.func.functional_call": plainly(_functional(variant, others), inputs),
-        "an update in place, as an optimizer's": plainly(changed, inputs),
-        "load_state_dict(assign=True)": plainly(assigned, inputs),
-    }
-    for way, got in answers.items():
-        agree(
-            variant,
-            inputs,
-            got,
-            expected,
-            versus=f"a module's that holds the same parameters (given by {way})",
-            advice="Read parameters as self.name in each call: keep no projection, copy or list of them",
-        )
+    for way, call in (
+        ("torch.func.functional_call", _functional(variant, others)),
+        ("an update in place, as an optimizer's", changed),
+        ("load_state_dict(assign=True)", assigned),
+    ):
+        versus = f"a module's that holds the same parameters (given by {way})"
+        advice = "Read parameters as self.name in each call: keep no projection, copy or list of them"
+        compare.same(inputs.seeded_out(call), expected, versus, advice)
 
 
 def check_functional_gradients_agree(variant: Any, case: Case) -> None:
     """torch.func.grad over inputs and parameters gives the gradients of autograd."""
-    inputs = draw(case, variant)
-    own = trained(variant)
+    inputs, compare = drawn(case, variant)
     direction = direction_for(inputs)
-    expected = differentiated(variant, inputs, own, direction)
+    expected = differentiated(variant, inputs)
 
     def weighed(tensors: dict[str, Tensor], parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         out = inputs.rebuilt(tensors).run(_functional(variant, parameters)).out
         return (out * direction).sum(), out
 
-    parameters = {n: p.detach().clone() for n, p in own.items()}
+    parameters = {n: p.detach().clone() for n, p in trained(variant).items()}
     with seeded_draws(case.seed, case.device):
         (by_input, by_parameter), out = _transformed(
             lambda: torch.func.grad(weighed, argnums=(0, 1), has_aux=True)(inputs.tensors(), parameters)
         )
-    agree_in_all(
-        variant,
-        inputs,
-        (out, {**by_input, **by_parameter}),
-        expected,
-        versus="autograd's",
-        advice="Compute from the tensors that the call is given: no .data, no detach(), no second reference to a parameter",
+    advice = (
+        "Compute from the tensors that the call is given: no .data, no detach(), no second reference to a parameter"
     )
+    compare.same_answer((out, {**by_input, **by_parameter}), expected, "autograd's", advice)
 
 
 def check_a_mapped_axis_equals_a_loop(variant: Any, case: Case) -> None:
     """torch.func.vmap over one more axis, wherever it lies and whoever has it, gives what a loop over it gives."""
-    inputs = draw(case, variant)
-    plainly(variant, inputs)  # what is refused is refused here
+    inputs, compare = drawn(case, variant)
+    inputs.seeded_out(variant)  # what is refused is refused here
     # As many as the batch has items: an axis that is taken for another one then fits, and shows.
     mates = [draw(replace(case, seed=case.seed + 40 + n), variant).tensors() for n in range(case.batch)]
     own = inputs.tensors()
-    for word, axes in (
+    advice = "A vmap rule must move each operand's mapped axis by in_dims, and None means that it has none"
+    for words, axes in (
         ("first for all", dict.fromkeys(own, 0)),
         ("last for query, second for key, none for value", dict.fromkeys(own, 0) | _SPREAD),
         ("only value's, third", dict.fromkeys(own) | {"value": 2}),
     ):
         stacked = {n: own[n] if at is None else torch.stack([m[n] for m in mates], dim=at) for n, at in axes.items()}
-        alone = [{n: own[n] if axes[n] is None else m[n] for n in own} for m in mates]
+        alone = [inputs.rebuilt({n: own[n] if axes[n] is None else m[n] for n in own}) for m in mates]
+        mapped = torch.func.vmap(lambda tensors: inputs.rebuilt(tensors).run(variant).out, in_dims=(axes,))
         with torch.no_grad():
-            expected = torch.stack([inputs.rebuilt(m).run(variant).out for m in alone])
-            got = _transformed(
-                lambda axes=axes, stacked=stacked: torch.func.vmap(  # type: ignore[misc]
-                    lambda tensors: inputs.rebuilt(tensors).run(variant).out, in_dims=(axes,)
-                )(stacked)
-            )
-        for n in range(len(mates)):
-            agree(
-                variant,
-                inputs,
-                got[n],
-                expected[n],
-                versus=f"that of a loop, at item {n} of the mapped axis ({word})",
-                advice="A vmap rule must move each operand's mapped axis by in_dims, and None means that it has none",
-            )
+            got = _transformed(lambda mapped=mapped, stacked=stacked: mapped(stacked))  # type: ignore[misc]
+        for n, call in enumerate(alone):
+            compare.same(got[n], call.out(variant), f"that of a loop, at item {n} of the mapped axis ({words})", advice)
 
 
 _SPREAD: dict[str, int | None] = {"query": 4, "key": 1, "value": None}
@@ -142,34 +120,25 @@ def _transformed(run: Callable[[], Any]) -> Any:
     """The result, or `NotApplicable` where torch cannot transform this code: the same call went through without."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch says where a batching rule is missing and a loop stands in: only slow
+            warnings.simplefilter("ignore")  # of a missing batching rule, for which a loop stands in: only slow
             return run()
     except AttnlabError:
         raise
     except Exception as refusal:
-        raise NotApplicable(f"torch.func cannot transform it: {' '.join(str(refusal).split())[:200]}") from None
+        raise NotApplicable(f"torch.func cannot transform it: {short(refusal, 200)}") from None
 
 
 def _with_parameters(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
-    if not scope.quick:
-        yield case(*declared(scope, "causal", "gqa", "key_mask_left"), dtype=scope.base)
+    return scope.usable(*(("",) if scope.quick else ("", "causal+gqa+key_mask_left")))
 
 
 def _gradients(scope: Scope) -> Iterable[Case]:
-    sizes = {"dtype": scope.base, "needs": ("backward",)}
-    yield case(*declared(scope, "causal", "gqa"), **sizes)
-    if not scope.quick:
-        yield case(**sizes)
-        yield case(*declared(scope, "mask", "bias", "sinks", "key_mask_left"), **sizes)
+    more = () if scope.quick else ("", "mask+bias+sinks+key_mask_left")
+    return scope.usable("causal+gqa", *more, needs=("backward",))
 
 
 def _mapped(scope: Scope) -> Iterable[Case]:
-    yield case(dtype=scope.base)
-    if not scope.quick:
-        yield case(*declared(scope, "causal", "key_mask_left", "gqa"), dtype=scope.base)
+    return scope.usable(*(("",) if scope.quick else ("", "causal+key_mask_left+gqa")))
 
 
 CHECKS = (

@@ -1,7 +1,7 @@
-"""What to do about a difference, by what was asked for and by what else differs. Needs torch; used where a check has failed.
+"""What to do about a difference, by the features of the call and by what else differs. Needs torch; used where a check has failed.
 
 Advice that names the wrong cause sends its reader astray: a fault of a mask that is met in half precision is no fault of
-precision. So the same variant is asked again, in a plain call or in a wider dtype, before a cause is named.
+precision. So the same variant is called again, plainly or in a wider dtype, before a cause is named.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from attnlab.conformance.compare.tolerances import largest_error
+from attnlab.conformance.oracle.bounds import defined_and_bound
 from attnlab.conformance.oracle.cases import Case
 from attnlab.conformance.oracle.features import FEATURES
-from attnlab.conformance.oracle.inputs import defined_and_bound, draw
+from attnlab.conformance.oracle.inputs import draw
 
 RULES = {
     "causal": "causal: the key's position is at most the query's, and query i stands at position i + offset",
@@ -46,11 +47,11 @@ STEPS = (
 
 
 def about(variant: Any, case: Case) -> Callable[[], str]:
-    """Advice on a difference from the definition: the rules of what was asked for, unless a plain call differs too."""
+    """Advice on a difference from the definition: the rules of its features, unless a plain call differs too."""
 
     def advice() -> str:
-        asked = [word for label in case.features for word in (*FEATURES[label].sets, *FEATURES[label].sizes)]
-        rules = [RULES[word] for word in dict.fromkeys(asked) if word in RULES]
+        words = [word for label in case.features for word in (*FEATURES[label].sets, *FEATURES[label].sizes)]
+        rules = [RULES[word] for word in dict.fromkeys(words) if word in RULES]
         if not rules:
             return STEPS
         plain = replace(case, features=(), needs=(), note="", query_length=7, key_length=7)

@@ -14,6 +14,8 @@ from typing import Any
 from attnlab.capabilities import Capabilities
 from attnlab.conformance.oracle.features import FEATURES, compatible
 
+GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "key_dim", "value_dim")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -48,30 +50,20 @@ class Case:
 
     @property
     def geometry(self) -> dict[str, int]:
-        """What `attnlab.create` must be told."""
-        return {
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "key_dim": self.key_dim,
-            "value_dim": self.value_dim,
-        }
+        """The sizes that `attnlab.create` takes."""
+        return {name: getattr(self, name) for name in GEOMETRY}
 
     @property
     def askables(self) -> tuple[str, ...]:
         """Every capability the case uses, in a fixed order and once: by feature, by size, by check."""
-        asked = [name for label in self.features for name in FEATURES[label].askables]
-        asked += [
-            name
-            for name, on in (
-                ("gqa", self.num_kv_heads != self.num_heads),
-                ("cross_lengths", self.query_length != self.key_length),
-                ("value_dim", self.value_dim != self.key_dim),
-                ("query_dim", self.head_dim != self.key_dim),
-            )
-            if on
-        ]
-        return tuple(dict.fromkeys([*asked, *self.needs]))
+        by_feature = [name for label in self.features for name in FEATURES[label].askables]
+        by_size = {
+            "gqa": self.num_kv_heads != self.num_heads,
+            "cross_lengths": self.query_length != self.key_length,
+            "value_dim": self.value_dim != self.key_dim,
+            "query_dim": self.head_dim != self.key_dim,
+        }
+        return tuple(dict.fromkeys([*by_feature, *(name for name, used in by_size.items() if used), *self.needs]))
 
     def missing(self, capabilities: Capabilities) -> list[str]:
         """What the case uses and `capabilities` does not declare."""
@@ -91,14 +83,14 @@ def case(*features: str, **sizes: Any) -> Case:
     return Case(features=features, **{**implied, **sizes})
 
 
-def each(*labels: str, **sizes: Any) -> list[Case]:
-    """One case per label."""
-    return [case(label, **sizes) for label in labels]
+def each(*combinations: str, **sizes: Any) -> list[Case]:
+    """One case per combination of labels, such as "causal+gqa"; "" is the plain case."""
+    return [case(*filter(None, labels.split("+")), **sizes) for labels in combinations]
 
 
 def singles(**sizes: Any) -> list[Case]:
     """The plain case and one per label."""
-    return [case(**sizes), *each(*FEATURES, **sizes)]
+    return each("", *FEATURES, **sizes)
 
 
 def pairs(labels: Iterable[str] = tuple(FEATURES), **sizes: Any) -> Iterator[Case]:
@@ -110,8 +102,8 @@ def pairs(labels: Iterable[str] = tuple(FEATURES), **sizes: Any) -> Iterator[Cas
 
 def in_dtypes(cases: Iterable[Case], dtypes: Iterable[str]) -> list[Case]:
     """Every case in every dtype."""
-    kept = list(cases)
-    return [replace(c, dtype=dtype) for dtype in dtypes for c in kept]
+    listed = list(cases)
+    return [replace(c, dtype=dtype) for dtype in dtypes for c in listed]
 
 
 Heads = tuple[int | None, int | None]

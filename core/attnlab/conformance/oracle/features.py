@@ -1,4 +1,4 @@
-"""What a check can ask for, by label: the arguments of one call and the sizes that go with them.
+"""Features of a call by label: its arguments and the sizes that go with them.
 
 A label is one way to use one askable ("key_mask_left", "bottom_right"). `askables` are the capabilities
 it needs, `sets` the arguments it sets: two labels that set the same argument cannot be combined. Needs
@@ -35,7 +35,7 @@ def _fixed(*askables: str, **arguments: Any) -> Feature:
     return Feature(askables, tuple(arguments), build=lambda case, generator: dict(arguments))
 
 
-def _made(askable: str, argument: str, build: Callable[[Case, Generator], Any]) -> Feature:
+def _built(askable: str, argument: str, build: Callable[[Case, Generator], Any]) -> Feature:
     return Feature((askable,), (argument,), build=lambda case, generator: {argument: build(case, generator)})
 
 
@@ -77,7 +77,7 @@ def _holes(case: Case, generator: Generator) -> Tensor:
 
 
 def _ids(length: int, batch: int, shift: int) -> Tensor:
-    """Three segments and one absent tail token where there is room; borders differ between items."""
+    """Three segments and one padded tail token where there is room; borders differ between items."""
     rows = []
     for b in range(batch):
         first, second = max(1, (length + b) // 3), max(2, (2 * length + shift) // 3)
@@ -102,12 +102,12 @@ def _allowed(case: Case, generator: Generator, *shape: int) -> Tensor:
 
 
 def hides_a_third(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A mask_mod that depends on everything it is given."""
+    """A mask_mod that depends on each of its arguments."""
     return (q + 2 * k + h + b) % 3 != 0
 
 
 def leans_on_distance(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
-    """A score_mod that depends on everything it is given."""
+    """A score_mod that depends on each of its arguments."""
     leaned: Tensor = score * (1 + 0.1 * h + 0.05 * (q % 3)) - 0.05 * (q - k) + 0.02 * b + 0.04 * (k % 3)
     return leaned
 
@@ -134,28 +134,28 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "left_window": _fixed("window", window=(3, None)),
         "right_window": _fixed("window", window=(None, 0)),
         "offset_window": _fixed("window", window=(1, 0), offset=1),
-        "key_mask_left": _made("key_mask", "key_mask", _present_after),
-        "key_mask_right": _made("key_mask", "key_mask", _present_before),
-        "key_mask_holes": _made("key_mask", "key_mask", _holes),
-        "key_lengths": _made("key_mask", "key_lengths", lambda c, g: _lengths(c, c.key_length)),
+        "key_mask_left": _built("key_mask", "key_mask", _present_after),
+        "key_mask_right": _built("key_mask", "key_mask", _present_before),
+        "key_mask_holes": _built("key_mask", "key_mask", _holes),
+        "key_lengths": _built("key_mask", "key_lengths", lambda c, g: _lengths(c, c.key_length)),
         "query_lengths": Feature(
             (), ("query_lengths",), build=lambda c, g: {"query_lengths": _lengths(c, c.query_length)}
         ),
-        "segments": _made("segments", "segments", _segments),
-        "mask": _made("mask", "mask", _allowed),
-        "mask_per_item": _made("mask", "mask", lambda c, g: _allowed(c, g, c.batch, 1)),
-        "mask_per_head": _made("mask", "mask", lambda c, g: _allowed(c, g, 1, c.num_heads)),
-        "mask_of_each": _made("mask", "mask", lambda c, g: _allowed(c, g, c.batch, c.num_heads)),
+        "segments": _built("segments", "segments", _segments),
+        "mask": _built("mask", "mask", _allowed),
+        "mask_per_item": _built("mask", "mask", lambda c, g: _allowed(c, g, c.batch, 1)),
+        "mask_per_head": _built("mask", "mask", lambda c, g: _allowed(c, g, 1, c.num_heads)),
+        "mask_of_each": _built("mask", "mask", lambda c, g: _allowed(c, g, c.batch, c.num_heads)),
         "mask_mod": _fixed("mask_mod", mask_mod=hides_a_third),
-        "bias": _made("bias", "bias", lambda c, g: normal(g, 1, c.num_heads, c.query_length, c.key_length)),
-        "bias_per_key": _made("bias", "bias", lambda c, g: normal(g, c.batch, 1, 1, c.key_length)),
-        "bias_of_each": _made(
+        "bias": _built("bias", "bias", lambda c, g: normal(g, 1, c.num_heads, c.query_length, c.key_length)),
+        "bias_per_key": _built("bias", "bias", lambda c, g: normal(g, c.batch, 1, 1, c.key_length)),
+        "bias_of_each": _built(
             "bias", "bias", lambda c, g: normal(g, c.batch, c.num_heads, c.query_length, c.key_length)
         ),
-        "hiding_bias": _made("bias", "bias", _hiding_bias),
+        "hiding_bias": _built("bias", "bias", _hiding_bias),
         "softcap": _fixed("softcap", softcap=1.5),
         "score_mod": _fixed("score_mod", score_mod=leans_on_distance),
-        "sinks": _made("sinks", "sinks", lambda c, g: normal(g, c.num_heads)),
+        "sinks": _built("sinks", "sinks", lambda c, g: normal(g, c.num_heads)),
         "scale": _fixed("scale", scale=0.37),
         "negative_scale": _fixed("scale", scale=-0.37),
         "gqa": _sized("gqa", num_heads=4, num_kv_heads=2),
@@ -171,5 +171,5 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
 
 def compatible(*labels: str) -> bool:
     """Whether the labels can be used in one call: no two set the same argument or the same size."""
-    taken = [word for label in labels for word in (*FEATURES[label].sets, *FEATURES[label].sizes)]
-    return len(taken) == len(set(taken))
+    words = [word for label in labels for word in (*FEATURES[label].sets, *FEATURES[label].sizes)]
+    return len(words) == len(set(words))

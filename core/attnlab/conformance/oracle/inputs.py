@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,22 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.compare.tolerances import Bound, bound, largest
+from attnlab.capabilities import ASKABLE
 from attnlab.conformance.oracle import visibility
 from attnlab.conformance.oracle.cases import Case
-from attnlab.conformance.oracle.draws import draws_freely, require_exact, require_served, seeded_draws
 from attnlab.conformance.oracle.features import FEATURES, normal
 from attnlab.conformance.oracle.machinery import machinery_of
+from attnlab.conformance.oracle.seeds import draws_freely, seeded_draws
 from attnlab.conformance.running.check import NotApplicable
-from attnlab.errors import PluginError
+from attnlab.errors import PluginError, UnsupportedRequest
 from attnlab.formulas import Definition, definition_of
+from attnlab.request import Request
 
 FLOAT_ARGUMENTS = ("bias", "sinks")
+MASK_ARGUMENTS = (
+    "causal",
+    "offset",
+    "window",
+    "key_mask",
+    "key_lengths",
+    "query_lengths",
+    "segments",
+    "mask",
+    "mask_mod",
+)
+MAIN = ("query", "key", "value")
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one call is given. `arguments` are the keyword arguments of `Attention.forward`."""
+    """The tensors of one call. `arguments` are the keyword arguments of `Attention.forward`."""
 
     case: Case
     query: Tensor
@@ -39,13 +52,40 @@ class Inputs:
         with seeded_draws(self.case.seed, self.case.device) if fixed else nullcontext():
             return variant(self.query, self.key, self.value, **{**self.arguments, **more})
 
+    def out(self, variant: Any, **more: Any) -> Tensor:
+        """Out of `run` without gradients."""
+        return self.answer(variant, **more).out  # type: ignore[no-any-return]
+
+    def seeded_out(self, call: Any, **more: Any) -> Tensor:
+        """The same, random numbers from the case's seed also where `call` is a function, as a compiled variant is."""
+        with seeded_draws(self.case.seed, self.case.device):
+            return self.out(call, **more)
+
+    def answer(self, variant: Any, **more: Any) -> Any:
+        """`run` without gradients."""
+        with torch.no_grad():
+            return self.run(variant, **more)
+
     def with_tensors(self, **tensors: Any) -> Inputs:
         """A copy with other query, key, value, or arguments by name."""
-        main = {name: tensors.pop(name) for name in ("query", "key", "value") if name in tensors}
+        main = {name: tensors.pop(name) for name in MAIN if name in tensors}
         return replace(self, **main, arguments={**self.arguments, **tensors})
 
+    def without(self, *names: str) -> Inputs:
+        """A copy without those arguments."""
+        return replace(self, arguments={n: x for n, x in self.arguments.items() if n not in names})
+
+    def with_mask_object(self) -> Inputs:
+        """A copy whose mask arguments are stated in one `AttentionMask`."""
+        from attnlab.visibility import AttentionMask
+
+        stated = {n: self.arguments[n] for n in MASK_ARGUMENTS if n in self.arguments}
+        if "mask" in stated:
+            stated["allowed"] = stated.pop("mask")
+        return self.without(*MASK_ARGUMENTS).with_tensors(mask=AttentionMask(**stated))
+
     def rules(self) -> visibility.Rules:
-        """Who may see whom, as the scalar predicate reads it."""
+        """The arguments that decide visibility, for the scalar predicate."""
         return visibility.Rules.of(
             batch=self.query.shape[0],
             heads=self.query.shape[1],
@@ -54,9 +94,9 @@ class Inputs:
             **{k: v for k, v in self.arguments.items() if k in visibility.Rules.__dataclass_fields__},
         )
 
-    def visible(self) -> Tensor:
-        """Bool `[B, Hq, Lq, Lk]`, on the case's device."""
-        return visibility.dense(self.rules()).to(self.query.device)
+    def visible(self, rows: Sequence[int] | None = None) -> Tensor:
+        """Visibility as bool `[B, Hq, Lq, Lk]` (or of those rows), on the case's device."""
+        return visibility.dense(self.rules(), rows).to(self.query.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every differentiable tensor of the call by name; gates as `gates.beta`."""
@@ -67,11 +107,28 @@ class Inputs:
 
     def rebuilt(self, tensors: Mapping[str, Tensor]) -> Inputs:
         """A copy with those tensors, named as `tensors()` names them."""
-        plain = {n: t for n, t in tensors.items() if not n.startswith("gates.")}
+        plain: dict[str, Any] = {n: t for n, t in tensors.items() if not n.startswith("gates.")}
         gates = {n.removeprefix("gates."): t for n, t in tensors.items() if n.startswith("gates.")}
-        if gates:
-            plain["gates"] = gates  # type: ignore[assignment]
-        return self.with_tensors(**plain)
+        return self.with_tensors(**plain, **({"gates": gates} if gates else {}))
+
+    def changed(self, change: Any, *names: str) -> Inputs:
+        """A copy with `change(x)` for each of its tensors, or for those of these names."""
+        tensors = self.tensors()
+        return self.rebuilt({n: change(tensors[n]) for n in names or tensors})
+
+    def mapped(self, change: Any) -> Inputs:
+        """A copy with `change(x)` for every tensor, masks, lengths and ids included."""
+        main = {n: change(getattr(self, n)) for n in MAIN}
+        return replace(self, **main, arguments={n: map_tensors(x, change) for n, x in self.arguments.items()})
+
+
+def map_tensors(x: Any, change: Any) -> Any:
+    """`change(x)` of a tensor, and of the tensors in tuples and mappings; other values as they are."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, tuple):
+        return tuple(map_tensors(part, change) for part in x)
+    return {name: map_tensors(part, change) for name, part in x.items()} if isinstance(x, dict) else x
 
 
 def draw(case: Case, variant: Any) -> Inputs:
@@ -98,9 +155,8 @@ def draw(case: Case, variant: Any) -> Inputs:
     gates = draw_gates(variant, case, generator)
     if gates:
         arguments["gates"] = gates
-    cast = {name: _placed(x, dtype, device) for name, x in arguments.items()}
-    q, k, v = (x.to(device, dtype) for x in (query, key, value))
-    return Inputs(case, q, k, v, cast)
+    whole = Inputs(case, query, key, value, arguments)
+    return whole.mapped(lambda x: x.to(device, dtype if x.dtype.is_floating_point else None))
 
 
 def draw_gates(variant: Any, case: Case, generator: torch.Generator) -> dict[str, Tensor]:
@@ -113,14 +169,10 @@ def draw_gates(variant: Any, case: Case, generator: torch.Generator) -> dict[str
     return gates
 
 
-def _placed(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    if isinstance(x, Tensor):
-        return x.to(device, dtype if x.dtype.is_floating_point else None)
-    if isinstance(x, tuple):
-        return tuple(_placed(part, dtype, device) for part in x)
-    if isinstance(x, dict):
-        return {name: _placed(part, dtype, device) for name, part in x.items()}
-    return x
+def rows_of(tensor: Tensor, rows: Sequence[int], axis: int = 2) -> Tensor:
+    """Those rows of an axis; all of it where the axis is broadcast."""
+    index = torch.tensor(rows, device=tensor.device)
+    return tensor if tensor.shape[axis] == 1 else tensor.index_select(axis, index)
 
 
 def parameters_of(variant: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -132,7 +184,7 @@ def parameters_of(variant: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def has_definition(variant: Any) -> bool:
-    """Whether a free function says what is right, rather than the variant's own methods."""
+    """Whether a free function, rather than the variant's own methods, defines the right answer."""
     try:
         definition_of(variant)
     except PluginError:
@@ -140,8 +192,8 @@ def has_definition(variant: Any) -> bool:
     return True
 
 
-def judging(variant: Any) -> Definition:
-    """What judges `variant`: its definition, or its family's formula around its own methods, or nothing at all."""
+def defining(variant: Any) -> Definition:
+    """The definition of `variant`, or its family's formula around its own methods; `NotApplicable` without either."""
     if has_definition(variant):
         return definition_of(variant)
     machinery = machinery_of(variant)
@@ -152,6 +204,32 @@ def judging(variant: Any) -> Definition:
     return machinery
 
 
+def require_served(variant: Any, inputs: Inputs) -> None:
+    """`UnsupportedRequest` where the variant's own `supports` refuses this call."""
+    from attnlab.interface import Attention
+
+    if not isinstance(variant, Attention) or type(variant).supports is Attention.supports:
+        return
+    (batch, heads, queries, query_dim), (_, kv_heads, keys, key_dim) = inputs.query.shape, inputs.key.shape
+    names = {n for n, x in inputs.arguments.items() if x is not None and x is not False}
+    request = Request.of(
+        *({"key_mask" if n == "key_lengths" else n for n in names} & set(ASKABLE)),
+        batch=batch,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        query_length=queries,
+        key_length=keys,
+        head_dim=query_dim,
+        key_dim=key_dim,
+        value_dim=inputs.value.shape[3],
+        dtype=inputs.case.dtype,
+        device=inputs.query.device.type,
+    )
+    reasons = variant.supports(request)
+    if reasons:
+        raise UnsupportedRequest(f"{variant.name} does not support " + "; ".join(map(str, reasons)), reasons)
+
+
 def define(
     variant: Any,
     inputs: Inputs,
@@ -159,35 +237,37 @@ def define(
     dtype: torch.dtype = torch.float64,
     parameters: Mapping[str, Tensor] | None = None,
     visible: Tensor | None = None,
+    rows: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
     """The definition's answer, with everything cast to `dtype` (and left in the graph).
 
-    `UnsupportedRequest` for what the variant itself refuses: definitions need not know its limits.
+    rows: of these query rows alone, as what only shows past a kernel's tile (256, 1024, ...) needs lengths at which all
+    pairs cost too much; `visible` is of these rows too. `UnsupportedRequest` for what the variant itself refuses:
+    definitions need not know its limits.
     """
     require_served(variant, inputs)
     rules = inputs.rules()
-    seen = visibility.dense(rules) if visible is None else visible
-    where = visibility.positions(rules)
-    cast = inputs.rebuilt({name: x.to(dtype) for name, x in inputs.tensors().items()})
+    visible = visibility.dense(rules, rows) if visible is None else visible
+    where = [p.to(inputs.query.device) for p in visibility.positions(rules)]
+    cast = inputs.changed(lambda x: x.to(dtype))
+    query = cast.query
     arguments = {n: cast.arguments.get(n) for n in ("scale", "bias", "softcap", "score_mod", "sinks", "gates")}
-    arguments["score_mod"] = visibility.score_mod_of(rules, arguments["score_mod"])
+    arguments["score_mod"] = visibility.score_mod_of(rules, arguments["score_mod"], rows)
+    if rows is not None:
+        query, where[0] = rows_of(query, rows), rows_of(where[0], rows, 1)
+        arguments["bias"] = None if arguments["bias"] is None else rows_of(arguments["bias"], rows)
     # A definition may draw too, in the variant's order: then it is held to the same numbers.
     with seeded_draws(inputs.case.seed, inputs.case.device) if draws_freely(variant) else nullcontext():
-        return judging(variant)(
-            cast.query,
+        return defining(variant)(
+            query,
             cast.key,
             cast.value,
-            visible=seen.to(cast.query.device),
+            visible=visible.to(cast.query.device),
             parameters=parameters_of(variant, dtype) if parameters is None else parameters,
             options=variant.options,
-            positions=tuple(p.to(cast.query.device) for p in where),
+            positions=tuple(where),
             **arguments,
         )
-
-
-def plain_dtype(dtype: str) -> str:
-    """The dtype in which the plain formula's error is measured (see tolerances)."""
-    return "float32" if dtype == "float64" else dtype
 
 
 def reduction_terms(case: Case) -> int:
@@ -196,32 +276,13 @@ def reduction_terms(case: Case) -> int:
     return widths + 2 * case.query_length + 2 * case.key_length + 16
 
 
-def exact_and_bound(variant: Any, inputs: Inputs, what: str = "out") -> tuple[Tensor, Bound]:
-    """The float64 answer named `what` ("out", "weights" or "lse") and the bound on errors against it.
-
-    `NotApplicable` for a variant that is random or gives up `exact`.
-    """
-    require_exact(variant, inputs)
-    return defined_and_bound(variant, inputs, what)
-
-
-def defined_and_bound(variant: Any, inputs: Inputs, what: str = "out") -> tuple[Tensor, Bound]:
-    """`exact_and_bound` without asking whether the variant claims `exact`."""
-    case = inputs.case
-    visible = inputs.visible()
-    with torch.no_grad():
-        exact = define(variant, inputs, visible=visible)[what]
-        low = plain_dtype(case.dtype)
-        plain = define(variant, inputs, dtype=getattr(torch, low), visible=visible)[what]
-    # What is averaged: values for out; weights lie in [0, 1]; lse moves with the scores, of which it is a maximum.
-    magnitude = {"out": largest(inputs.value), "weights": 1.0, "lse": 1.0}[what]
-    return exact, bound(
-        case.dtype, exact=exact, plain=plain, plain_dtype=low, terms=reduction_terms(case), magnitude=magnitude
-    )
+def gradient_terms(case: Case, name: str) -> int:
+    """The same for the gradient of `name`: all but query's, key's and value's are sums over the batch too."""
+    return reduction_terms(case) * (1 if name in MAIN else case.batch)
 
 
 def attended(variant: Any, inputs: Inputs) -> Tensor:
-    """Rows `[B, Hq, Lq]` that take any weight: they see a key, and the normaliser is not 0 (relu features may be)."""
+    """Rows `[B, Hq, Lq]` that take any weight: a key is visible, and the normaliser is not 0 (relu features may be)."""
     visible = inputs.visible()
     try:
         with torch.no_grad():

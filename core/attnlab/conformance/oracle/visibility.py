@@ -1,7 +1,7 @@
-"""Who may see whom, decided one pair at a time with plain Python numbers.
+"""Visibility, decided one pair at a time with plain Python numbers.
 
-This is "Visibility" of docs/contract.md written a second time, on purpose without `AttentionMask`: what judges the
-mask must not be the mask. It is slow (one call per pair) and meant for small inputs only.
+This is "Visibility" of docs/contract.md written a second time, on purpose without `AttentionMask`: the mask must not be
+its own oracle. It is slow (one call per pair) and meant for small inputs only.
 
 Needs torch only to unpack tensors and to pack the result.
 """
@@ -40,7 +40,7 @@ class Rules:
 
     @classmethod
     def of(cls, *, batch: int, heads: int, queries: int, keys: int, **arguments: Any) -> Rules:
-        """From the arguments as a caller gives them; those that say nothing of visibility are no concern here."""
+        """From the caller's arguments; those that do not concern visibility are ignored."""
         known = {name: arguments[name] for name in cls.__dataclass_fields__ if arguments.get(name) is not None}
         mask = known.get("mask")
         if isinstance(mask, Tensor):
@@ -65,7 +65,7 @@ def may(b: int, h: int, i: int, j: int, rules: Rules) -> bool:
 
 
 def _may_at(b: int, h: int, i: int, j: int, q: int, k: int, rules: Rules) -> bool:
-    """`may` for a query and a key that are there and stand at `q` and `k`."""
+    """`may` for a query and a key that are present, at the positions `q` and `k`."""
     if rules.segments is not None and rules.segments[0][b][i] != rules.segments[1][b][j]:
         return False
     if rules.causal and k > q:
@@ -86,7 +86,7 @@ def _may_at(b: int, h: int, i: int, j: int, q: int, k: int, rules: Rules) -> boo
 
 
 def key_present(b: int, j: int, rules: Rules) -> bool:
-    """Whether key `j` of batch `b` holds anything (otherwise it is an absent slot)."""
+    """Whether key `j` of batch `b` is present (otherwise it is padding)."""
     if rules.key_mask is not None and not rules.key_mask[b][j]:
         return False
     if rules.key_lengths is not None and j >= rules.key_lengths[b]:
@@ -95,19 +95,19 @@ def key_present(b: int, j: int, rules: Rules) -> bool:
 
 
 def query_present(b: int, i: int, rules: Rules) -> bool:
-    """Whether query `i` of batch `b` exists (otherwise its row is zero)."""
+    """Whether query `i` of batch `b` is present (otherwise its row is zero)."""
     if rules.query_lengths is not None and i >= rules.query_lengths[b]:
         return False
     return rules.segments is None or rules.segments[0][b][i] != -1
 
 
 def key_position(b: int, j: int, rules: Rules) -> int:
-    """Where key `j` stands: its index, counted from the start of its segment where there are segments."""
+    """The position of key `j`: its index, counted from the start of its segment where there are segments."""
     return j if rules.segments is None else _rank(rules.segments[1][b], j)
 
 
 def query_position(b: int, i: int, rules: Rules) -> int:
-    """Where query `i` stands: its index (within its segment) plus the offset."""
+    """The position of query `i`: its index (within its segment) plus the offset."""
     own = i if rules.segments is None else _rank(rules.segments[0][b], i)
     return own + _offset(b, i, rules)
 
@@ -140,33 +140,33 @@ def _offset(b: int, i: int, rules: Rules) -> int:
 
 def dense(rules: Rules, rows: Sequence[int] | None = None) -> Tensor:
     """Every pair: bool `[B, H, Lq, Lk]`; or those of some query rows."""
-    asked = range(rules.queries) if rows is None else rows
-    shape = (rules.batch, rules.heads, len(asked), rules.keys)
+    chosen = range(rules.queries) if rows is None else rows
+    shape = (rules.batch, rules.heads, len(chosen), rules.keys)
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool)
     heads = rules.heads if rules.mask_mod or (rules.mask and len(rules.mask[0]) > 1) else 1  # else all see the same
-    found = []
+    pairs = []
     for b in range(rules.batch):
         keys = [(j, key_position(b, j, rules)) if key_present(b, j, rules) else None for j in range(rules.keys)]
-        queries = [(i, query_position(b, i, rules)) if query_present(b, i, rules) else None for i in asked]
+        queries = [(i, query_position(b, i, rules)) if query_present(b, i, rules) else None for i in chosen]
         for h in range(heads):
             for query in queries:
                 if query is None:
-                    found.append([False] * rules.keys)
+                    pairs.append([False] * rules.keys)
                     continue
                 i, q = query
-                found.append([key is not None and _may_at(b, h, i, key[0], q, key[1], rules) for key in keys])
-    seen = torch.tensor(found, dtype=torch.bool).reshape(rules.batch, heads, len(asked), rules.keys)
-    return seen.expand(shape).contiguous()
+                pairs.append([key is not None and _may_at(b, h, i, key[0], q, key[1], rules) for key in keys])
+    visible = torch.tensor(pairs, dtype=torch.bool).reshape(rules.batch, heads, len(chosen), rules.keys)
+    return visible.expand(shape).contiguous()
 
 
 def _padding_before(b: int, segment: int | None, rules: Rules) -> int:
-    """How many keys of row `b` (of one of its segments) are absent before the first that is present; 0 where none is."""
+    """How many keys of row `b` (of one of its segments) are padding before the first that is present; 0 where none is."""
     keys = range(rules.keys)
     if rules.segments is not None:
         keys = [j for j in keys if rules.segments[1][b][j] == segment]  # type: ignore[assignment]
-    there = [key_present(b, j, rules) for j in keys]
-    return there.index(True) if True in there else 0
+    present = [key_present(b, j, rules) for j in keys]
+    return present.index(True) if True in present else 0
 
 
 def padding(rules: Rules) -> tuple[list[list[int]], list[list[int]]]:
@@ -185,7 +185,7 @@ def padding(rules: Rules) -> tuple[list[list[int]], list[list[int]]]:
 def score_mod_of(
     rules: Rules, score_mod: Callable[..., Any] | None, rows: Sequence[int] | None = None
 ) -> Callable[..., Any] | None:
-    """The caller's `score_mod` for a definition that hands it `positions`: it is handed those of the caller's rules, of all query rows or some."""
+    """The caller's `score_mod` for a definition, whose `positions` start at the first present key: positions of the rules."""
     if score_mod is None:
         return None
     before_q, before_k = padding(rules)

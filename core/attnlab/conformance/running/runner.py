@@ -33,8 +33,8 @@ def run_checks(
     variant: a registered name, alone or with options as JSON (`sliding_window {"left": 3}`; `with_check_options(name)` lists the
     settings that matter), an `Attention` class, or an instance (checked at other sizes through siblings with its options). only: check names, topics or patterns. case: a case's id, or a pattern of ids. quick: fewer
     cases of each check. device: where to run. Raises `UnknownVariant`, `VariantUnavailable`, `PluginError` (an unknown
-    name in `known_failures`), or `InvalidInput` for an `only` or a `case` that matches nothing; what a check finds
-    is in the results.
+    name in `known_failures`), or `InvalidInput` for an `only` or a `case` that matches nothing; failures of
+    checks are in the results.
     """
     return list(iter_checks(variant, only=only, case=case, quick=quick, device=device))
 
@@ -73,7 +73,7 @@ def iter_checks(
 
 
 def why_unverified(variant: Any) -> str:
-    """Why nothing outside of `variant` (a name, class or instance) vouches for its formula; "" where something does."""
+    """Why nothing outside of `variant` (a name, class or instance) proves its formula; "" where something does."""
     return unverified(subject_of(variant).probe)
 
 
@@ -101,10 +101,10 @@ def known_failures_of(subject: Subject) -> dict[str, KnownFailure]:
 def still_failing(
     subject: Subject, check: Check, expected: KnownFailure, *, quick: bool, device: str, bad: bool = False
 ) -> Iterator[CheckResult]:
-    """What a strict known failure that was not met comes to.
+    """The results of a strict known failure that did not fail.
 
-    Where a quick run left cases out, those are looked at first; then the declaration itself is the failure, unless cases
-    failed in another way than it says (`bad`, and those that are looked at here).
+    The cases that a quick run left out run first; then the declaration itself is the failure, unless cases failed in another
+    way than it states (`bad`, and those that run here).
     """
     wrong = bad
     if quick:
@@ -167,7 +167,7 @@ def _outcome(subject: Subject, planned: Planned, expected: KnownFailure | None) 
         except NotApplicable as reason:
             status, message = "not applicable", str(reason)
         except UnsupportedRequest as refusal:
-            status, message = _judged_refusal(subject, planned, refusal)
+            status, message = _of_refusal(subject, planned, refusal)
         except WrongResult:  # every other case would end so too: it is said once
             raise
         except AssertionError as fault:
@@ -187,21 +187,21 @@ def _expected(status: Status, message: str, expected: KnownFailure | None, fault
     return status, message
 
 
-def _judged_refusal(subject: Subject, planned: Planned, refusal: UnsupportedRequest) -> tuple[Status, str]:
+def _of_refusal(subject: Subject, planned: Planned, refusal: UnsupportedRequest) -> tuple[Status, str]:
     """A refused combination is fine, where each part is declared; a declared askable refused on its own is not."""
     assert planned.case is not None
-    asked = list(planned.case.askables)
+    askables = planned.case.askables
     if _comes_late(refusal):
         return "failed", (
-            f"{where(subject.probe, planned.case)}: attend() refused what the gate had let pass: {refusal}. "
+            f"{where(subject.probe, planned.case)}: attend() refused what Attention.forward had let pass: {refusal}. "
             "Let supports() name it, or `conflicts`: then it is refused before any tensor work, and tools that choose know"
         )
-    if len(asked) > 1 or planned.check.asks_more:
+    if len(askables) > 1 or planned.check.asks_more:
         return "not applicable", f"it refuses this combination: {refusal}"
     named = {reason.feature for reason in refusal.reasons}
     if named and not named & {*ASKABLE, "dtype", "device", "head_dims"} and subject.is_larger(planned.case):
         return "not applicable", f"it refuses this size: {refusal}"
-    what = asked[0] if asked else f"a plain call in {planned.case.dtype}"
+    what = askables[0] if askables else f"a plain call in {planned.case.dtype}"
     return "failed", (
         f"{where(subject.probe, planned.case)}: {what} is declared and refused: {refusal}. "
         "Serve it, or do not declare it"
@@ -209,7 +209,7 @@ def _judged_refusal(subject: Subject, planned: Planned, refusal: UnsupportedRequ
 
 
 def _comes_late(refusal: UnsupportedRequest) -> bool:
-    """Whether a variant's own code raised it in the middle of a call, rather than the gate before."""
+    """Whether a variant's own code raised it in the middle of a call, after the request was validated."""
     trace, names = refusal.__traceback__, []
     while trace is not None:
         names.append(trace.tb_frame.f_code.co_name)

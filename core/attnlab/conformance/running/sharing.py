@@ -1,4 +1,4 @@
-"""Checks run in processes of their own: shared among several, apart from the one that asks. That one needs only the standard library.
+"""Checks in worker processes. The process that starts them needs only the standard library.
 
 A variant that ends its process, by `os._exit` or by native code that writes where it must not, costs the check at fault and not
 the run. What it prints goes to stderr, so that a report on stdout stays whole.
@@ -28,7 +28,7 @@ MOST_BROKEN = 3  # checks that end their process before the others are left alon
 
 
 def silent(name: str) -> str:
-    """What is said of a variant that ended its process."""
+    """The message about a variant that ended its process."""
     return (
         f"{name}: the process ended without a word, as by os._exit or by native code that reads or writes where it must not; "
         f"`python -X faulthandler -m attnlab check {name} --jobs 1` may show where"
@@ -43,8 +43,8 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
-class Asked(NamedTuple):
-    """What the process that asks knows of a check, without torch."""
+class CheckFacts(NamedTuple):
+    """The facts of a check that need no torch."""
 
     name: str
     topic: str
@@ -103,12 +103,12 @@ class Workers:
         for number, check in enumerate(checks):
             try:
                 results = futures[check.name].result()
-            except BrokenProcessPool:  # which of the checks under way it was is found out one by one
+            except BrokenProcessPool:  # which of the checks under way it was shows one by one
                 yield from self._one_by_one(name, checks[number:], quick, device)
                 return
             yield from (result for result in results if result.check == check.name)
 
-    def _one_by_one(self, name: str, checks: Sequence[Asked], quick: bool, device: str) -> Iterator[CheckResult]:
+    def _one_by_one(self, name: str, checks: Sequence[CheckFacts], quick: bool, device: str) -> Iterator[CheckResult]:
         self.count, broken = 1, 0
         for number, check in enumerate(checks):
             results = self._alone(name, [check], check.name, None, quick, device)
@@ -124,7 +124,7 @@ class Workers:
     def _alone(
         self,
         name: str,
-        checks: Sequence[Asked],
+        checks: Sequence[CheckFacts],
         only: Sequence[str] | str | None,
         case: str | None,
         quick: bool,
@@ -149,7 +149,7 @@ class Workers:
             return self._submit(work, *arguments).result()
 
 
-def _error(name: str, check: Asked, device: str, message: str) -> CheckResult:
+def _error(name: str, check: CheckFacts, device: str, message: str) -> CheckResult:
     return CheckResult(
         variant=name, check=check.name, topic=check.topic, case="", status="error", message=message, device=device
     )
@@ -202,14 +202,14 @@ def _import(name: str, device: str) -> None:
         _subject(name, device)
 
 
-def _checks(name: str, only: Sequence[str] | None, device: str) -> list[Asked]:
+def _checks(name: str, only: Sequence[str] | None, device: str) -> list[CheckFacts]:
     """The selected checks; raises where the variant cannot be checked at all."""
     from attnlab.conformance.running.plan import selected
     from attnlab.conformance.running.runner import known_failures_of
 
     checks = selected(only)
     known_failures_of(_subject(name, device))
-    return [Asked(check.name, check.topic, check.slow) for check in checks]
+    return [CheckFacts(check.name, check.topic, check.slow) for check in checks]
 
 
 def _why_unverified(name: str) -> str:

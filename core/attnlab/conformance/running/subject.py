@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from attnlab.capabilities import Capabilities
-from attnlab.conformance.oracle.cases import Case, Heads, fitted
-from attnlab.conformance.oracle.draws import draws_freely, is_random, seeded_draws
+from attnlab.conformance.oracle.cases import GEOMETRY, Case, Heads, fitted
+from attnlab.conformance.oracle.draws import is_random
+from attnlab.conformance.oracle.inputs import draw
+from attnlab.conformance.oracle.seeds import draws_freely, seeded_draws
 from attnlab.errors import InvalidInput, UnsupportedRequest, WrongResult
 
 
@@ -20,8 +22,8 @@ from attnlab.errors import InvalidInput, UnsupportedRequest, WrongResult
 class Subject:
     """A variant by name, and `make(**sizes)`, which creates an instance.
 
-    `probe` is an instance at the base sizes: its capabilities, which it may have narrowed, decide what is
-    asked. `registered` says whether the name stands in the default registry. `heads` are the only numbers of heads
+    `probe` is an instance at the base sizes: its capabilities, which it may have narrowed, decide which cases
+    run. `registered` says whether the name stands in the default registry. `heads` are the only numbers of heads
     that it can be made with, where it refuses others. `random` says that seeds change what it returns, which it is
     free to do as long as it does not claim `deterministic`.
     """
@@ -54,48 +56,48 @@ class Subject:
         return seeded(self.make, case)
 
 
-def subject_of(given: Any, device: str = "cpu") -> Subject:
+def subject_of(variant: Any, device: str = "cpu") -> Subject:
     """A `Subject` as it is, or from a registered name, an `Attention` class, or an instance (its siblings share its options).
 
     A name may have options behind it, as JSON: `sliding_window {"left": 3, "sink_tokens": 2}`.
     """
     from attnlab.interface import Attention
 
-    if isinstance(given, Subject):
-        return given
-    if isinstance(given, str):
+    if isinstance(variant, Subject):
+        return variant
+    if isinstance(variant, str):
         import attnlab
 
         registry = attnlab.default_registry()
-        name, options = split_options(given)
+        name, options = split_options(variant)
 
         def by_name(**sizes: int) -> Any:
             return registry.create(name, **sizes, **options)
 
         return Subject(
-            given, by_name, registered=True, **_probed(by_name, registry.variant_class(name).capabilities, device)
+            variant, by_name, registered=True, **_probed(by_name, registry.variant_class(name).capabilities, device)
         )
-    if isinstance(given, type) and issubclass(given, Attention):
-        name = given.name or given.__name__
-        return Subject(name, given, registered=False, **_probed(given, given.capabilities, device))
-    if isinstance(given, Attention):
-        original = given
+    if isinstance(variant, type) and issubclass(variant, Attention):
+        name = variant.name or variant.__name__
+        return Subject(name, variant, registered=False, **_probed(variant, variant.capabilities, device))
+    if isinstance(variant, Attention):
+        original = variant
 
         def sibling(**sizes: int) -> Any:
             return like(original, **sizes)
 
-        return Subject(given.name, sibling, registered=False, **_probed(sibling, type(given).capabilities, device))
+        return Subject(variant.name, sibling, registered=False, **_probed(sibling, type(variant).capabilities, device))
     raise InvalidInput(
-        f"run_checks: expected a registered name, an Attention class or an instance of one, got {given!r}; "
+        f"run_checks: expected a registered name, an Attention class or an instance of one, got {variant!r}; "
         f"`attnlab.names()` lists the registered names"
     )
 
 
-def split_options(given: str) -> tuple[str, dict[str, Any]]:
+def split_options(text: str) -> tuple[str, dict[str, Any]]:
     """`("sliding_window", {"left": 3})` for `sliding_window {"left": 3}`; a name alone has no options."""
-    name, brace, rest = given.partition("{")
+    name, brace, rest = text.partition("{")
     if not brace:
-        return given, {}
+        return text, {}
     try:
         options = json.loads(brace + rest)
     except ValueError as problem:
@@ -143,7 +145,6 @@ def _probed(make: Callable[..., Any], ceiling: Capabilities, device: str) -> dic
 def _require_result(make: Callable[..., Any], base: Case) -> None:
     """`WrongResult` where a plain call does not even end in an `AttentionOutput`, which every case would repeat."""
     from attnlab.conformance.checks._settings import settings_kept
-    from attnlab.conformance.oracle.inputs import draw
 
     try:
         variant = seeded(make, base)
@@ -157,7 +158,6 @@ def _require_result(make: Callable[..., Any], base: Case) -> None:
 
 
 def _random(make: Callable[..., Any], base: Case) -> bool:
-    from attnlab.conformance.oracle.inputs import draw
 
     variant = seeded(make, base)
     if not draws_freely(variant) or base.missing(variant.capabilities):
@@ -192,13 +192,7 @@ def seeded(make: Callable[..., Any], case: Case, place: bool = True) -> Any:
 
 def like(variant: Any, **sizes: int) -> Any:
     """Another instance of the same class, options and, where shapes agree, the same parameters."""
-    base = {
-        "num_heads": variant.num_heads,
-        "num_kv_heads": variant.num_kv_heads,
-        "head_dim": variant.head_dim,
-        "key_dim": variant.key_dim,
-        "value_dim": variant.value_dim,
-    }
+    base = {name: getattr(variant, name) for name in GEOMETRY}
     with torch.random.fork_rng(devices=[]):
         other = type(variant)(**{**base, **sizes}, **variant.options)
     other.name = variant.name
@@ -206,8 +200,7 @@ def like(variant: Any, **sizes: int) -> Any:
     if mine and {n: x.shape for n, x in mine.items()} == {n: x.shape for n, x in theirs.items()}:
         example = next(iter(mine.values()))
         other = other.to(example.device)
-        for parameter in variant.parameters():
+        if (parameter := next(variant.parameters(), None)) is not None:
             other = other.to(parameter.dtype)
-            break
         other.load_state_dict(mine)
     return other.train(variant.training)

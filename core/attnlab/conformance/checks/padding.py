@@ -1,0 +1,170 @@
+"""Padding may hold anything, and a query that sees no key (a dead row) gives 0 and receives no gradient. Needs torch.
+
+Padded are keys out of `key_mask`, `key_lengths` or segments, and queries past `query_lengths`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.conformance.checks.extremes import long_inputs
+from attnlab.conformance.checks.masks import visible_with_bias
+from attnlab.conformance.compare.comparer import Comparer
+from attnlab.conformance.oracle import visibility
+from attnlab.conformance.oracle.cases import Case, each
+from attnlab.conformance.oracle.derivatives import direction_for, gradients
+from attnlab.conformance.oracle.inputs import Inputs
+from attnlab.conformance.running.check import Check, Scope
+
+CONTENTS = (float("nan"), float("inf"), 1e30)
+ADVICE = (
+    "Absent slots may hold anything: clean them (the gate does) and zero them again after a feature map, "
+    "in the normaliser and in the state as well"
+)
+DEAD_ADVICE = (
+    "Neutralise such rows before normalising (a zero normaliser becomes 1, no maximum becomes 0) rather than "
+    "repairing NaN afterwards: 0 * NaN in the backward undoes a repair"
+)
+
+
+def check_dead_rows_are_zero(variant: Any, case: Case) -> None:
+    """A query that sees no key: out and weights 0, lse -inf."""
+    inputs, dead = _with_dead_rows(variant, case)
+    compare = Comparer(variant, inputs)
+    features = _extra_outputs(variant)
+    why = "the query sees no key"
+    for answer in [inputs.answer(variant, **more) for more in ({}, features)]:
+        compare.finite(answer.out, "out", "rows that see nothing are 0, never NaN", DEAD_ADVICE)
+        for what in ("out", "weights"):
+            if getattr(answer, what) is not None:
+                rows = torch.where(dead[..., None], getattr(answer, what), 0)
+                compare.zero(rows, f"a dead row's {what}", why, DEAD_ADVICE)
+        if answer.lse is not None:
+            lowest = answer.lse[dead]
+            fault = f"lse of a row that sees no key must be -inf, got {float(lowest.flatten()[0])}"
+            compare.demand(bool((lowest == -torch.inf).all()), fault, "The logarithm of an empty sum is -inf")
+
+
+def check_dead_rows_receive_no_gradient(variant: Any, case: Case) -> None:
+    """Gradients are finite everywhere, and exactly 0 for a query that sees no key."""
+    inputs, dead = _with_dead_rows(variant, case)
+    compare = Comparer(variant, inputs)
+    _, grads = gradients(variant, inputs, direction_for(inputs))
+    for name, gradient in grads.items():
+        compare.finite(gradient, f"gradient of {name}", "some queries see no key", DEAD_ADVICE)
+    own = torch.where(dead[..., None], grads["query"], 0)
+    compare.zero(own, "gradient of a dead row's query", "it sees no key", DEAD_ADVICE)
+
+
+def _extra_outputs(variant: Any) -> dict[str, bool]:
+    """Weights and lse, as far as they are declared."""
+    have = variant.capabilities
+    return {"need_weights": bool(have.weights), "need_lse": bool(have.lse)}
+
+
+def _with_dead_rows(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
+    inputs = long_inputs(variant, case)
+    if case.note == "no_keys":
+        inputs = inputs.with_tensors(key_lengths=torch.tensor([0, case.key_length], device=case.device)[: case.batch])
+    if case.note == "no_present_keys":
+        present = torch.ones(case.batch, case.key_length, dtype=torch.bool, device=case.device)
+        present[0] = False
+        inputs = inputs.with_tensors(key_mask=present)
+    dead = ~visible_with_bias(inputs).any(dim=-1)  # [B, H, Lq]
+    assert bool(dead.any()), f"{case.id}: the case was meant to have dead rows"
+    return inputs, dead
+
+
+def check_absent_slots_reach_no_output(variant: Any, case: Case) -> None:
+    """NaN, Inf and 1e30 in padding change neither out nor, where declared, weights and lse."""
+    inputs = long_inputs(variant, case)
+    compare, features = Comparer(variant, inputs), _extra_outputs(variant)
+    clean = filled(inputs, 0.0).answer(variant, **features)
+    for content in CONTENTS:
+        dirty = filled(inputs, content).answer(variant, **features)
+        for what in ("out", "weights", "lse"):
+            if getattr(clean, what) is not None:
+                versus = f"the same call with 0 instead of {content} in the absent slots"
+                compare.same(getattr(dirty, what), getattr(clean, what), versus, ADVICE, what)
+
+
+def check_absent_slots_reach_no_gradient(variant: Any, case: Case) -> None:
+    """NaN, Inf and 1e30 in padding change no gradient, and their own gradient is exactly 0."""
+    inputs = long_inputs(variant, case)
+    compare, direction = Comparer(variant, inputs), direction_for(inputs)
+    _, clean = gradients(variant, filled(inputs, 0.0), direction)
+    padded_query, padded_key = padded(inputs)
+    for content in CONTENTS:
+        _, dirty = gradients(variant, filled(inputs, content), direction)
+        compare.same_gradients(dirty, clean, f"the same call with 0 instead of {content} in the absent slots", ADVICE)
+        for name, slots in (("query", padded_query), ("key", padded_key), ("value", padded_key)):
+            own = dirty[name].transpose(1, 2)[slots]  # [n, H, D]
+            compare.zero(own, f"gradient of an absent {name} slot", f"it holds {content} and takes no part", ADVICE)
+
+
+def padded(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Padded queries `[B, Lq]` and padded keys `[B, Lk]`, from the scalar predicate."""
+    rules = inputs.rules()
+    queries = [[not visibility.query_present(b, i, rules) for i in range(rules.queries)] for b in range(rules.batch)]
+    keys = [[not visibility.key_present(b, j, rules) for j in range(rules.keys)] for b in range(rules.batch)]
+    device = inputs.query.device
+    return torch.tensor(queries, device=device), torch.tensor(keys, device=device)
+
+
+def filled(inputs: Inputs, content: float) -> Inputs:
+    """The call with `content` in the padding of query, key, value and gates."""
+    padded_query, padded_key = padded(inputs)
+    limit = torch.finfo(inputs.query.dtype).max
+    content = min(content, limit) if content < float("inf") else content
+    q, k = padded_query[:, None, :, None], padded_key[:, None, :, None]
+
+    def fill(name: str, x: Tensor) -> Tensor:
+        if name in ("query", "key", "value"):
+            return x.masked_fill(q if name == "query" else k, content)
+        return x.masked_fill(k if x.dim() == 4 else k[..., 0], content) if name.startswith("gates.") else x
+
+    return inputs.rebuilt({n: fill(n, x) for n, x in inputs.tensors().items()})
+
+
+def _dead(scope: Scope) -> Iterable[Case]:
+    labels = ("mask", "mask_per_item", "mask_per_head", "mask_of_each", "negative_offset", "hiding_bias", "segments")
+    dtypes = [scope.base] if scope.quick else [d for d in scope.dtypes if d != "float16"] or [scope.base]
+    for dtype in [*dtypes, *(d for d in scope.dtypes if d == "float16")]:
+        yield from each(*labels, "query_lengths", dtype=dtype)
+        for note in ("no_keys", "no_present_keys"):
+            yield from each("", "causal", note=note, needs=("key_mask",), dtype=dtype)
+        yield from each("bottom_right+longer_queries", "window+negative_offset", "mask+sinks", dtype=dtype)
+    # Whole tiles that are hidden, before others that are not and after them.
+    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 140, "key_length": 140}
+    yield from scope.cases("causal", needs=("key_mask",), note="late keys", **sizes)
+    needs = ("window", "causal", "key_mask")
+    yield from scope.usable("window+negative_offset", needs=needs, note="late keys", **sizes)
+
+
+def _padded(scope: Scope) -> Iterable[Case]:
+    labels = ("key_mask_left", "key_mask_right", "key_mask_holes", "key_lengths", "query_lengths", "segments")
+    yield from scope.cases(*labels, "causal+key_mask_left", "causal+key_mask_holes+gqa", "key_mask_left+longer_keys")
+    yield from scope.usable("segments+gqa", needs=("segments",))
+    length = 70 if scope.stepwise else 140
+    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": length, "key_length": length}
+    long = ("causal",) if scope.quick else ("", "causal")
+    yield from scope.cases(*long, needs=("key_mask",), note="late keys", **sizes)
+    for dtype in (d for d in scope.other_dtypes if not (scope.quick and d == "float64")):
+        yield from each("key_mask_holes", "causal+key_mask_left", dtype=dtype)
+
+
+def _backward(cases: Callable[[Scope], Iterable[Case]]) -> Callable[[Scope], Iterable[Case]]:
+    return lambda scope: [replace(c, needs=(*c.needs, "backward")) for c in cases(scope)]
+
+
+CHECKS = (
+    Check(check_dead_rows_are_zero, "dead rows", _dead, asks_more=True, random_too=True),
+    Check(check_dead_rows_receive_no_gradient, "dead rows", _backward(_dead), random_too=True),
+    Check(check_absent_slots_reach_no_output, "absent slots", _padded, asks_more=True, random_too=True),
+    Check(check_absent_slots_reach_no_gradient, "absent slots", _backward(_padded), random_too=True),
+)
