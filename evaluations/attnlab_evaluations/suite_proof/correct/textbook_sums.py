@@ -29,6 +29,7 @@ class TextbookMaps(FeatureMapAttention):
         super().__init__(**sizes)
         self.options = {"feature_map": feature_map}
         if feature_map == "relu":
+            self.least_total = 1e-6
             self.narrow(normalised="all features can be 0")
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
@@ -56,6 +57,7 @@ class TextbookCosformer(FeatureMapAttention):
     formula = "cosformer"
     capabilities = replace(FeatureMapAttention.capabilities, position_free=False, normalised=False)
     definition = staticmethod(_cosformer)
+    least_total = 1e-6
 
     def angle(self, x: Tensor, positions: Tensor) -> Tensor:
         angle = positions.to(x.dtype) * torch.pi / 65536
