@@ -13,8 +13,8 @@ import importlib
 import importlib.util
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pluggy
@@ -41,6 +41,25 @@ class Command:
     help: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A variant with one mistake, for `attnlab check --mutants`: the check `owner` must fail on it.
+
+    variant: the `Attention` class. story: the mistake in a few words. row: facts of a registry row, where the mistake is in
+    the row rather than in the class.
+    """
+
+    variant: type[Any]
+    owner: str
+    story: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The class's name."""
+        return self.variant.__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +93,24 @@ class Hooks:
     def attnlab_checks(self) -> list[Any]:  # type: ignore[empty-body]
         """Conformance checks (`attnlab.conformance.Check`) beside the built-in ones, run on every variant."""
 
+    @hookspec
+    def attnlab_mutants(self) -> list[Mutant]:  # type: ignore[empty-body]
+        """Variants with one mistake each, which `attnlab check --mutants` expects the check that owns it to fail."""
 
-HOOKS = ("attnlab_commands", "attnlab_workloads", "attnlab_metrics", "attnlab_checks")
+    @hookspec
+    def attnlab_correct_variants(self) -> list[type[Any]]:  # type: ignore[empty-body]
+        """`Attention` classes without a mistake, on which `attnlab check --mutants` expects no check to fail."""
+
+
+HOOKS = (
+    "attnlab_commands",
+    "attnlab_workloads",
+    "attnlab_metrics",
+    "attnlab_checks",
+    "attnlab_mutants",
+    "attnlab_correct_variants",
+)
+_CHOSEN_BY_NAME = HOOKS[:4]  # mutants may share a name, and classes are told apart by their modules
 
 
 class PluginManager(pluggy.PluginManager):
@@ -219,7 +254,7 @@ def _item_fault(hook: str, item: Any, plugin: str, taken: dict[str, str]) -> str
         if not isinstance(item.name, str) or not _COMMAND.fullmatch(item.name) or not isinstance(item.help, str):
             return f"{hook}: a command's name is a word of letters, digits, - and _, and its help is text; got {quoted(item)}"
     name = getattr(item, "name", None)
-    if isinstance(name, str):
+    if isinstance(name, str) and hook in _CHOSEN_BY_NAME:
         if name in taken:
             return f"{hook}: {name!r} is already given by the plugin {taken[name]!r}; rename one"
         taken[name] = plugin

@@ -10,7 +10,7 @@ from argparse import Namespace
 from typing import Any
 
 from attnlab import hookimpl
-from attnlab.hooks import Command, plugin_manager
+from attnlab.hooks import Command, Mutant, plugin_manager
 from attnlab_evaluations.tasks.capacity import settings as capacity_settings
 from attnlab_evaluations.tasks.compare import settings, workloads
 from attnlab_evaluations.tasks.dates import settings as dates_settings
@@ -64,6 +64,20 @@ def attnlab_commands() -> list[Command]:
 @hookimpl
 def attnlab_workloads() -> list[Any]:
     return workloads.builtin()
+
+
+@hookimpl
+def attnlab_mutants() -> list[Mutant]:
+    from attnlab_evaluations.suite_proof.mutants import MUTANTS
+
+    return list(MUTANTS)
+
+
+@hookimpl
+def attnlab_correct_variants() -> list[type[Any]]:
+    from attnlab_evaluations.suite_proof.correct import CORRECT
+
+    return list(CORRECT)
 
 
 def _run(args: Namespace) -> int:

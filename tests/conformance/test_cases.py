@@ -14,7 +14,7 @@ from attnlab.conformance.oracle.features import FEATURES, compatible
 from attnlab.conformance.oracle.inputs import draw
 from attnlab.conformance.running.plan import all_checks, cases_of
 from attnlab.conformance.running.subject import subject_of
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookDelta
+from attnlab_evaluations.suite_proof.correct import TextbookAttention, TextbookDelta
 
 VARIANT = TextbookAttention(num_heads=2, head_dim=8)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attnlab
 from attnlab.conformance import CheckResult, run_checks
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention
+from attnlab_evaluations.suite_proof.correct import TextbookAttention
 
 
 class TextbookModule(attnlab.Attention):

@@ -12,15 +12,15 @@ import pytest
 from attnlab import Reason, Request
 from attnlab.conformance import CheckResult, run_checks
 from attnlab.interface import Attention
-from attnlab_evaluations.suite_proof.mutants import TextbookDelta
-from attnlab_evaluations.suite_proof.mutants.claims import ClaimsToCompile
+from attnlab_evaluations.suite_proof.correct import TextbookDelta
+from attnlab_evaluations.suite_proof.mutants._shared import CompilingTextbook
 from attnlab_evaluations.suite_proof.mutants.graphs import (
-    BlocksAreNotRecomputed,
+    ClaimsToCompile,
     CompilingLinear,
-    CompilingTextbook,
     KeepsThePositionOnTheModule,
     ListsItsPositions,
 )
+from attnlab_evaluations.suite_proof.mutants.memory import BlocksAreNotRecomputed
 
 
 class ExportingDelta(TextbookDelta):

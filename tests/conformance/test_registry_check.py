@@ -56,7 +56,7 @@ def test_facts_that_agree_or_are_left_out_pass(tmp_path: Path) -> None:
 
 
 def test_a_class_without_row_is_not_judged_by_one() -> None:
-    from attnlab_evaluations.suite_proof.mutants import TextbookAttention
+    from attnlab_evaluations.suite_proof.correct import TextbookAttention
 
     (result,) = run_checks(TextbookAttention, only="registry_row_agrees_with_class")
     assert result.status == "not applicable"

@@ -13,6 +13,7 @@ from attnlab.conformance import CheckResult, draw, run_checks
 from attnlab.conformance.compare.messages import index_of
 from attnlab.conformance.oracle.cases import case
 from attnlab.conformance.oracle.features import FEATURES
+from attnlab_evaluations.suite_proof.correct import TextbookAttention
 from attnlab_evaluations.suite_proof.correct.fixed import (
     FixedGaussianAttention,
     ProjectedValuesAttention,
@@ -20,7 +21,6 @@ from attnlab_evaluations.suite_proof.correct.fixed import (
     RateByGroupAttention,
     ValueEmbeddingAttention,
 )
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention
 
 
 def judged(variant: Any, *only: str, quick: bool = True) -> list[CheckResult]:

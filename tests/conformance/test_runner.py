@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attnlab import AttentionOutput, Call, InvalidInput, KnownFailure, PluginError, Reason, Request, UnknownVariant
 from attnlab.conformance import CheckResult, check_names, iter_checks, run_checks
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention
-from attnlab_evaluations.suite_proof.mutants.behaviour import SwallowsSoftcap
-from attnlab_evaluations.suite_proof.mutants.formulas import ScaledByTheModelWidth, SubtractsNoMaximum
+from attnlab_evaluations.suite_proof.correct import TextbookAttention
+from attnlab_evaluations.suite_proof.mutants.refusals import SwallowsSoftcap
+from attnlab_evaluations.suite_proof.mutants.values import ScaledByTheModelWidth, SubtractsNoMaximum
 
 
 def statuses(results: list[CheckResult]) -> set[str]:

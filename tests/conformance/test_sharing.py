@@ -18,7 +18,7 @@ from attnlab.call import AttentionOutput, Call
 from attnlab.conformance import CheckResult, run_checks
 from attnlab.conformance.running.sharing import Workers
 from attnlab.errors import InvalidInput, PluginError, UnknownVariant
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention
+from attnlab_evaluations.suite_proof.correct import TextbookAttention
 
 CRASHING = """
 import os

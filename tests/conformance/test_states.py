@@ -24,7 +24,7 @@ from attnlab.errors import InvalidInput
 from attnlab.families._relative import relative_offset
 from attnlab.interface import Attention
 from attnlab.state import State
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookDelta
+from attnlab_evaluations.suite_proof.correct import TextbookAttention, TextbookDelta
 from attnlab_evaluations.suite_proof.mutants._stores import StoredAttention
 
 OWN = ("state", "packed", "sizes", "empty_sizes")

@@ -15,14 +15,11 @@ from attnlab import AttentionOutput, Call
 from attnlab.conformance import CheckResult, run_checks
 from attnlab.conformance.checks._settings import SETTINGS
 from attnlab.conformance.checks.threads import _taking_turns
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookLinear
-from attnlab_evaluations.suite_proof.mutants.surroundings import (
-    KeepsItsAnswerOnItself,
-    LowersThePrecision,
-    SharesAScratchBuffer,
-    UnusedSlotsAreMultipliedByZero,
-)
-from attnlab_evaluations.suite_proof.mutants.transforms import LearnedTextbook, NoGradientWithoutTheQuerys
+from attnlab_evaluations.suite_proof.correct import TextbookAttention, TextbookLinear
+from attnlab_evaluations.suite_proof.mutants.requiring import NoGradientWithoutTheQuerys
+from attnlab_evaluations.suite_proof.mutants.settings import LowersThePrecision, UnusedSlotsAreMultipliedByZero
+from attnlab_evaluations.suite_proof.mutants.threads import KeepsItsAnswerOnItself, SharesAScratchBuffer
+from attnlab_evaluations.suite_proof.mutants.transforms import LearnedTextbook
 
 TOPICS = ["threads", "devices", "settings", "transforms", "a_gradient_is_the_same_alone"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attnlab import Attention, AttentionOutput, Call
-from attnlab_evaluations.suite_proof.mutants import TextbookAttention, TextbookDelta, TextbookLinear
-from attnlab_evaluations.suite_proof.mutants._sums import TextbookGatedDelta
+from attnlab_evaluations.suite_proof.correct import TextbookAttention, TextbookDelta, TextbookLinear
+from attnlab_evaluations.suite_proof.correct.textbook_sums import TextbookGatedDelta
 
 Shape = tuple[int, int, int, int]
 

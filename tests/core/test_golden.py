@@ -17,7 +17,7 @@ from attnlab.conformance.checks.golden import check_golden_cases_are_reproduced
 from attnlab.conformance.oracle.cases import case as conformance_case
 from attnlab.errors import PluginError
 from attnlab.formulas import DEFINITIONS, golden, golden_cases, unverified
-from attnlab_evaluations.suite_proof.mutants._methods import TextbookAdditive, TextbookLuong
+from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookAdditive, TextbookLuong
 
 FILE = Path(golden.__file__).with_name("golden.json")
 

@@ -31,6 +31,7 @@ examples:
   attnlab check sliding_window --options             with each setting of its options that matters, too
   attnlab check 'sliding_window {"left": 3}'         with these options
   attnlab check --mutants                            is the suite itself right? its kill table, 3 to 5 minutes
+  attnlab check --mutants --only my_check            which mutants a plugin's check kills, and its false alarms
 
 The first failures of each check are shown, each with the command that repeats that case; --only shows them all.
 Exit code 1 if anything failed, 2 if nothing could be checked."""
@@ -57,7 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mutants",
         action="store_true",
-        help="judge the suite instead: every mutant must be killed, no correct variant accused",
+        help="prove the suite instead: each mutant must fail the check that owns its mistake, no correct variant may fail; "
+        "with --only, these checks alone, a plugin's check against every mutant",
     )
     parser.add_argument(
         "--thorough",
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from attnlab.catalogue import default_registry
 
     if args.mutants:
-        return _judge_the_suite(args)
+        return _prove_the_suite(args)
     if args.thorough:
         raise InvalidInput("--thorough goes with --mutants; without --quick every case of a variant runs anyway")
     if not args.names:
@@ -168,18 +170,20 @@ def _check(args: argparse.Namespace, names: Sequence[str], workers: Workers | No
     return 1 if broken else 0
 
 
-def _judge_the_suite(args: argparse.Namespace) -> int:
-    """`--mutants`: what would be ignored beside it is refused."""
+def _prove_the_suite(args: argparse.Namespace) -> int:
+    """`--mutants`: options without an effect beside it are refused."""
     from attnlab.cli import kill_table
 
     useless = [f"NAME ({short(args.names[0])})"] if args.names else []
-    useless += [f"--{word}" for word in ("only", "case") if getattr(args, word)]
+    useless += ["--case"] if args.case else []
     useless += ["--options"] if args.options else []
     useless += ["--device"] if args.device != "cpu" else []
     useless += ["--quick"] if args.quick and args.thorough else []
     if useless:
-        raise InvalidInput(f"--mutants judges the whole suite on the CPU; leave out {', '.join(useless)}")
-    return kill_table.run(args.format, not args.thorough, _at_most(args.jobs or MOST_JOBS))
+        raise InvalidInput(f"--mutants proves the suite on the CPU, by every mutant; leave out {', '.join(useless)}")
+    # A few checks are done before other processes have begun; `main([...])` cannot begin any.
+    jobs = _at_most(args.jobs or (1 if args.only and args.in_process else MOST_JOBS))
+    return kill_table.run(args.format, args.only, not args.thorough, jobs)
 
 
 def _unverified(name: str, workers: Workers | None) -> str:

@@ -99,7 +99,7 @@ def test_check_says_where_nothing_vouches_for_the_formula(run: Run, conformance:
     [
         ((), "give a NAME, '*' for all variants, or --mutants"),
         (("--mutants", "additive"), "leave out NAME (additive)"),
-        (("--mutants", "--only", "leak", "--device", "cuda"), "leave out --only, --device"),
+        (("--mutants", "--case", "leak", "--device", "cuda"), "leave out --case, --device"),
         (("additive", "--thorough"), "--thorough goes with --mutants"),
         (("additive", "--jobs", "0"), "argument --jobs: expected a whole number of processes, 1 to 1024, got '0'"),
     ],

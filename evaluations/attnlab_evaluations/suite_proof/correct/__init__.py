@@ -1,5 +1,6 @@
-"""Correct variants that do something unusual: no check of the suite may fail on any of them.
+"""Correct variants: no check of the suite may fail on any of them.
 
+The textbook ones are plain, in small steps of which each mutant overrides one; the others do something unusual.
 Each is written as a stranger would write a plugin: a formula from a paper, honest capabilities, a definition of
 its own where the formula is its own. Each stands for a kind: a normaliser that is no softmax, a slot that is
 no key, positions inside the score, a random draw, pooled keys, one dtype, one head, no backward. A failure on
@@ -8,7 +9,7 @@ one of these is a false alarm, a fault of the suite. Needs torch; for tests and 
 
 from __future__ import annotations
 
-from attnlab.interface import Attention
+from attnlab import Attention
 from attnlab_evaluations.suite_proof.correct.fixed import (
     FixedGaussianAttention,
     ProjectedValuesAttention,
@@ -43,7 +44,7 @@ from attnlab_evaluations.suite_proof.correct.normalisers import (
     TopKAttention,
 )
 from attnlab_evaluations.suite_proof.correct.null_slots import NullSlotAttention, SoftmaxOneAttention
-from attnlab_evaluations.suite_proof.correct.placed import AlibiAttention, BucketedBiasAttention, RotaryAttention
+from attnlab_evaluations.suite_proof.correct.placed import BucketedBiasAttention
 from attnlab_evaluations.suite_proof.correct.pooled import (
     BlockMeansAttention,
     EfficientAttention,
@@ -56,7 +57,6 @@ from attnlab_evaluations.suite_proof.correct.remembering import (
 )
 from attnlab_evaluations.suite_proof.correct.sampled import SampledAttention
 from attnlab_evaluations.suite_proof.correct.scores import (
-    CosineAttention,
     EuclideanAttention,
     GaussianPlaceAttention,
     LearnedTemperatureAttention,
@@ -67,17 +67,56 @@ from attnlab_evaluations.suite_proof.correct.sums import (
     RandomExponentialAttention,
     RandomReluAttention,
 )
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookDelta, TextbookLinear
+from attnlab_evaluations.suite_proof.correct.textbook_scores import (
+    TextbookAdditive,
+    TextbookAlibi,
+    TextbookConcat,
+    TextbookCosine,
+    TextbookDistance,
+    TextbookDot,
+    TextbookLocal,
+    TextbookLocation,
+    TextbookLuong,
+    TextbookRelative,
+    TextbookRotary,
+)
+from attnlab_evaluations.suite_proof.correct.textbook_sums import (
+    TextbookChunked,
+    TextbookChunkedDelta,
+    TextbookCosformer,
+    TextbookGatedDelta,
+    TextbookMaps,
+)
+from attnlab_evaluations.suite_proof.correct.textbook_tiled import TextbookTiled
 
-__all__ = ["UNUSUAL"]
+__all__ = ["CORRECT"]
 
-UNUSUAL: tuple[type[Attention], ...] = (
-    CosineAttention,
+CORRECT: tuple[type[Attention], ...] = (
+    TextbookAttention,
+    TextbookLinear,
+    TextbookDelta,
+    TextbookTiled,
+    TextbookChunked,
+    TextbookGatedDelta,
+    TextbookChunkedDelta,
+    TextbookMaps,
+    TextbookCosformer,
+    TextbookDot,
+    TextbookAdditive,
+    TextbookLuong,
+    TextbookConcat,
+    TextbookLocation,
+    TextbookCosine,
+    TextbookDistance,
+    TextbookLocal,
+    TextbookRelative,
+    TextbookAlibi,
+    TextbookRotary,
     LearnedTemperatureAttention,
     EuclideanAttention,
     GaussianPlaceAttention,
-    AlibiAttention,
     BucketedBiasAttention,
-    RotaryAttention,
     SoftmaxOneAttention,
     NullSlotAttention,
     SparsemaxAttention,

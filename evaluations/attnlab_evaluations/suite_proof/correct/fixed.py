@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnlab import Attention, AttentionOutput, Call, ScoreAttention
 from attnlab.engines import accumulation_dtype, in_own_precision
-from attnlab.formulas._parts import per_query_head, softmax_attention
+from attnlab.formulas import per_query_head, softmax_attention
 from attnlab_evaluations.suite_proof.correct._shared import (
     dropped,
     each_head,

@@ -1,8 +1,7 @@
-"""Softmax of another score: cosines, learned temperatures, positions inside the score, distances, no keys at all. Needs torch."""
+"""Softmax of another score: learned temperatures, positions inside the score, distances, no keys at all. Needs torch."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,57 +11,6 @@ from torch import Tensor, nn
 from attnlab import ScoreAttention
 from attnlab.engines import accumulation_dtype
 from attnlab.formulas import per_query_head, softmax_attention, without_absent
-
-
-def cosine(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    visible: Tensor,
-    parameters: dict[str, Tensor],
-    options: Any,
-    scale: float | None,
-    gates: None = None,
-    **rest: Any,
-) -> dict[str, Tensor]:
-    """softmax(q_i^T k_j / (|q_i| |k_j| tau_h)) v, norms of 1e-6 or more."""
-    key, value = per_query_head(key, query.shape[1]), per_query_head(value, query.shape[1])
-    query, key, value = without_absent(query, key, value, visible)
-    query, key = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6) for x in (query, key))
-    scores = query @ key.transpose(-1, -2)
-    scores = scores * parameters["log_sharpness"].exp()[:, None, None]
-    return softmax_attention(scores, value, visible=visible, scale=1.0 if scale is None else scale, **rest)
-
-
-class CosineAttention(ScoreAttention):
-    """`softmax_j(cos(q_i, k_j) / tau_h)`, tau learned per head. Liu et al. 2022, "Swin Transformer V2", section 3.2.
-
-    Parameter: `log_sharpness [H]`, `-log tau`, which starts at `log 10`. A vector shorter than 1e-6 is divided by 1e-6. Default
-    scale 1.
-    """
-
-    name = "cosine"
-    formula = "cosine"
-    definition = staticmethod(cosine)
-
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(**sizes)
-        self.log_sharpness = nn.Parameter(torch.full((self.num_heads,), math.log(10.0)))
-
-    def default_scale(self) -> float:
-        return 1.0
-
-    def project_query(self, query: Tensor) -> Tensor:
-        wide = accumulation_dtype(query.dtype)
-        sharpness = self.log_sharpness.to(wide).exp()
-        return nn.functional.normalize(query.to(wide), dim=-1, eps=1e-6) * sharpness[:, None, None]
-
-    def project_key(self, key: Tensor) -> Tensor:
-        return nn.functional.normalize(key.to(accumulation_dtype(key.dtype)), dim=-1, eps=1e-6)
-
-    def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        return query @ key.transpose(-1, -2)
 
 
 def warmed(

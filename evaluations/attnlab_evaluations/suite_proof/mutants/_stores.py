@@ -1,4 +1,4 @@
-"""The textbook variant with the library's store, whose state's class a mutant may replace. Needs torch."""
+"""A correct variant with a state of its own, of which mutants of states override a method. Needs torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnlab.call import Call
-from attnlab.state import CacheState, State
-from attnlab_evaluations.suite_proof.mutants._textbook import TextbookAttention
+from attnlab import CacheState, Call, State
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
 
 
 class StoredAttention(TextbookAttention):

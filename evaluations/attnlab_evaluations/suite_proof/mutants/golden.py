@@ -1,4 +1,4 @@
-"""Mutants whose definition shares their mistake, so that only golden cases can tell. Needs torch."""
+"""Mutants of `checks/golden.py`: numbers that differ from published ones. Needs torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnlab.formulas import GoldenCase, linearised, softmax_dot_product
-from attnlab.formulas.golden import shared_golden_cases
-from attnlab_evaluations.suite_proof.mutants._textbook import Mutant, TextbookAttention, TextbookLinear
+from attnlab import GoldenCase
+from attnlab.formulas import golden_cases, linearised, softmax_dot_product
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookLinear
+from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookAdditive, wide
+
+
+class FactorsWithoutGuard(TextbookAdditive):
+    """tanh(a + b) = 1 - 2 / (1 + exp(2a) exp(2b)), where one factor may be infinite and the other 0."""
+
+    def hidden(self, query: Tensor, key: Tensor) -> Tensor:
+        factors = torch.exp(2 * wide(query))[:, :, :, None] * torch.exp(2 * wide(key))[:, :, None]
+        return 1 - 2 / (1 + factors)
+
+
+class FactorsOfClampedRows(FactorsWithoutGuard):
+    """The same with each side held to 40, so that 50 and -43 make tanh of 0 instead of 7."""
+
+    def hidden(self, query: Tensor, key: Tensor) -> Tensor:
+        return super().hidden(query.clamp(-40, 40), key.clamp(-40, 40))
 
 
 def _without_scale(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> dict[str, Tensor]:
@@ -93,6 +110,13 @@ def _signed_definition(
     return {"out": products @ value / total.masked_fill(total == 0, 1)}
 
 
+class _Dpfp:
+    """What attnlab's own golden cases of DPFP are chosen by."""
+
+    formula = "linearised"
+    options = {"feature_map": "dpfp"}  # noqa: RUF012
+
+
 class BothPutTheSignOutsideTheRectifier(TextbookLinear):
     """Schlag et al. 2021, eq. 37, with -relu(x) for relu(-x); judged by the cases of the built-in map, nu = 1."""
 
@@ -100,9 +124,7 @@ class BothPutTheSignOutsideTheRectifier(TextbookLinear):
     definition = staticmethod(_signed_definition)
     capabilities = replace(TextbookLinear.capabilities, linear_memory=False)
     golden = tuple(
-        replace(one, options={}, extra_options={})
-        for one in shared_golden_cases()["linearised"]
-        if one.options == {"feature_map": "dpfp"} and one.extra_options == {"nu": 1}
+        replace(one, options={}, extra_options={}) for one in golden_cases(_Dpfp()) if one.extra_options == {"nu": 1}
     )
 
     def feature_map(self, x: Tensor, *, role: Literal["query", "key"], positions: Tensor) -> Tensor:
@@ -117,6 +139,8 @@ class OnlyTheDefinitionIsWrong(TextbookAttention):
 
 
 MUTANTS = (
+    Mutant(FactorsWithoutGuard, "golden_cases_are_reproduced", "exp(2a) exp(2b) without a guard"),
+    Mutant(FactorsOfClampedRows, "golden_cases_are_reproduced", "exp(2a) exp(2b) of clamped rows"),
     Mutant(BothForgetTheScale, "golden_cases_are_reproduced", "variant and definition forget 1 / sqrt(d)"),
     Mutant(BothForgetTheSignOfDPFP, "golden_cases_are_reproduced", "DPFP as [relu x, relu x]"),
     Mutant(BothPutTheSignOutsideTheRectifier, "golden_cases_are_reproduced", "DPFP as [relu x, -relu x]"),

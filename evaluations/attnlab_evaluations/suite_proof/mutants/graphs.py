@@ -1,4 +1,4 @@
-"""Mutants that a compiler, an exporter or a long input brings to light. Needs torch."""
+"""Mutants of `checks/graphs.py`: claims of torch.compile that do not hold. Needs torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnlab.call import AttentionOutput, Call
-from attnlab.state import State
-from attnlab_evaluations.suite_proof.mutants._textbook import Mutant, TextbookAttention, TextbookLinear, before_the_gate
+from attnlab import AttentionOutput, Call, State
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookLinear
+from attnlab_evaluations.suite_proof.mutants._shared import CompilingTextbook, before_validation
 
 Shape = tuple[int, int, int, int]
 Role = Literal["query", "key"]
 
 
-class CompilingTextbook(TextbookAttention):
-    """Correct, and captured whole at any length."""
+class ClaimsToCompile(TextbookAttention):
+    capabilities = replace(TextbookAttention.capabilities, compiles=True)
 
-    capabilities = replace(TextbookAttention.capabilities, compiles=True, exports=True)
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        if float(q.abs().max()) == 0.0:
+            return q.new_zeros(*q.shape[:3], k.shape[2])
+        return super().scores(q, k, call)
 
 
 class CompilingLinear(TextbookLinear):
@@ -94,65 +98,15 @@ def _drop_while_tracing(named: dict[str, Any]) -> None:
         named.pop("softcap", None)
 
 
-@before_the_gate(_drop_while_tracing)
+@before_validation(_drop_while_tracing)
 class SwallowsWhileTracing(CompilingTextbook):
     """An adapter drops what the compiled path could not take, before the gate could refuse it."""
 
     capabilities = CompilingTextbook.capabilities.narrow(softcap="it is not part of this variant")
 
 
-class ExportedPathIsTopLeft(CompilingTextbook):
-    """The decomposition for exporters builds its causal mask without the offset."""
-
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        visible = super().visible(call, shape, device)
-        seen = call.visibility
-        if torch.compiler.is_exporting() and seen is not None and seen.right == 0:
-            return visible & torch.ones(shape, dtype=torch.bool, device=device).tril()
-        return visible
-
-
-class ClaimsToExport(TextbookLinear):
-    """A shortcut that looks at the contents."""
-
-    capabilities = replace(TextbookLinear.capabilities, exports=True)
-
-    def feature_map(self, x: Tensor, *, role: Role, positions: Tensor) -> Tensor:
-        if x.numel() and float(x.abs().max()) == 0.0:
-            return torch.ones_like(x)
-        return super().feature_map(x, role=role, positions=positions)
-
-
-class ExportsOneLength(CompilingTextbook):
-    """A table in the exported path is made for the example's length."""
-
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        if torch.compiler.is_exporting():
-            shape = (shape[0], shape[1], int(shape[2]), int(shape[3]))
-        return super().visible(call, shape, device)
-
-
-class BlocksAreNotRecomputed(TextbookAttention):
-    """Blocks of queries bound the largest tensor; together, what they save for the backward is every pair."""
-
-    capabilities = replace(TextbookAttention.capabilities, linear_memory=True)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen, rows = call.visibility, query.shape[2]
-        if call.state or call.need_weights or call.need_lse or (seen is not None and not seen.only_causal):
-            return super().attend(query, key, value, call)
-        parts = []
-        for q0 in range(0, rows, 50):
-            q1 = min(q0 + 50, rows)
-            tile = None if seen is None else seen.tile(q0, q1, 0, key.shape[2])
-            part = Call(visibility=None, scale=call.scale, bias=None)
-            s = self.scores(query[:, :, q0:q1], self.grouped(key), part) * self.scale(part)
-            s = s if tile is None else s.masked_fill(~tile, -torch.inf)
-            parts.append(torch.softmax(s, dim=-1) @ self.grouped(value))
-        return AttentionOutput(torch.cat(parts, dim=2).to(query.dtype))
-
-
 MUTANTS = (
+    Mutant(ClaimsToCompile, "compiles_without_a_graph_break", "a branch on a tensor's value"),
     Mutant(CompiledPathIsTopLeft, "compiles_without_a_graph_break", "the compiled path loses the offset"),
     Mutant(CompiledPathIgnoresThePadding, "compiled_gradients_agree", "the compiled path loses the padding"),
     Mutant(CompiledKeysAreDetached, "compiled_gradients_agree", "the compiled path detaches its keys"),
@@ -160,8 +114,4 @@ MUTANTS = (
     Mutant(ListsItsPositions, "compiled_graphs_are_reused", "a Python list by length: every length compiles"),
     Mutant(KeepsThePositionOnTheModule, "compiled_steps_are_reused", "every step of decoding compiles"),
     Mutant(SwallowsWhileTracing, "refusals_survive_compilation", "the refusal is gone while tracing"),
-    Mutant(ExportedPathIsTopLeft, "exported_programs_agree", "the exported path loses the offset"),
-    Mutant(ClaimsToExport, "exported_programs_agree", "a branch on a tensor's value"),
-    Mutant(ExportsOneLength, "exported_programs_serve_other_lengths", "the example's length is a constant"),
-    Mutant(BlocksAreNotRecomputed, "memory_kept_for_backward_grows_linearly", "blocks save all their pairs"),
 )

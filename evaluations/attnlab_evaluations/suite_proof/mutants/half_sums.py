@@ -1,7 +1,4 @@
-"""Mutants that take one of their sums in half precision: of scores, of weighted values, of a normaliser, of a memory. Needs torch.
-
-Each is right in float32 and errs in one of the two half precisions.
-"""
+"""Mutants of `checks/half_sums.py`: sums in half precision. Needs torch."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnlab.call import AttentionOutput, Call
-from attnlab.state import RecurrentState
-from attnlab_evaluations.suite_proof.mutants._textbook import Mutant, TextbookAttention, TextbookDelta, TextbookLinear
+from attnlab import AttentionOutput, Call, RecurrentState
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookDelta, TextbookLinear
 
 OWNER = "half_precision_is_summed_in_float32"
 
@@ -123,7 +120,7 @@ def _both(variant: type[Any], story: str) -> tuple[Mutant, Mutant]:
     return Mutant(variant, OWNER, f"{story}, bfloat16"), Mutant(other, OWNER, f"{story}, float16")
 
 
-MUTANTS: tuple[Mutant, ...] = (
+MUTANTS = (
     *_both(SumsValuesByTiles, "weighted values are summed from tile to tile in half precision"),
     *_both(SumsTheNormaliser, "the normaliser is summed in half precision"),
     *_both(SumsScores, "scores are summed over the width in half precision"),

@@ -1,38 +1,96 @@
-"""Mutants that hide too little, too much, or badly. Needs torch."""
+"""Mutants of `checks/masks.py`: masks that hide too little, too much, or by another convention. Needs torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from attnlab.call import AttentionOutput, Call
-from attnlab.visibility import AttentionMask
-from attnlab_evaluations.suite_proof.mutants._textbook import Mutant, TextbookAttention, TextbookLinear, before_the_gate
+from attnlab import AttentionMask, AttentionOutput, Call
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.heads import TalkingHeadsAttention
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookLinear
+from attnlab_evaluations.suite_proof.correct.textbook_sums import TextbookChunked, TextbookGatedDelta
+from attnlab_evaluations.suite_proof.mutants._shared import _Exp, before_validation
 
 Shape = tuple[int, int, int, int]
+Role = Literal["query", "key"]
 
 
-class DeadRowsAreNaN(TextbookAttention):
+class MasksByMultiplication(TextbookAttention):
+    """score * mask: hidden pairs score 0 and take weight."""
+
     def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        if sinks is not None:
-            return super().normalised(s, visible, sinks)
-        s = s.masked_fill(~visible, -torch.inf)
-        return torch.softmax(s, dim=-1), torch.logsumexp(s, dim=-1)
+        sees = visible.any(-1, keepdim=True)
+        return super().normalised(torch.where(visible, s, 0), visible | sees, sinks)
 
 
-class DeadRowsAreRepairedAfterwards(TextbookAttention):
-    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        if sinks is not None:
-            return super().normalised(s, visible, sinks)
-        s = s.masked_fill(~visible, -torch.inf)
-        return torch.softmax(s, dim=-1).nan_to_num(0.0), torch.logsumexp(s, dim=-1)
+class ClaimsIsolation(TextbookAttention):
+    """0 * NaN in the product with value."""
+
+    capabilities = replace(TextbookAttention.capabilities, isolates_nonfinite=True)
 
 
-class FillsWithMinus1e9(TextbookAttention):
-    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        return super().normalised(s.masked_fill(~visible, -1e9), torch.ones_like(visible), sinks)
+class PositionsInTheQuerysDtype(TextbookAttention):
+    """arange(dtype=query.dtype): bfloat16 counts to 256."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        self.counted_in = query.dtype
+        return super().attend(query, key, value, call)
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        seen = call.visibility
+        if seen is None or not seen.only_causal or seen.query_positions.dim() != 1:
+            return super().visible(call, shape, device)
+        q, k = (x.to(self.counted_in) for x in (seen.query_positions, seen.key_positions))
+        seen.right = None
+        rest = super().visible(call, shape, device)
+        seen.right = 0
+        return rest & (k <= q[:, None])
+
+
+class HiddenScoresTalk(TalkingHeadsAttention):
+    name, formula = "", ""
+    definition: ClassVar[Any] = None
+
+    def mixed_scores(self, s: Tensor, visible: Tensor, p: Tensor) -> Tensor:
+        return torch.einsum("hg,bgij->bhij", p, self.raw.masked_fill(self.raw == -torch.inf, 0))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        group = self.num_heads // self.num_kv_heads
+        self.raw = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * self.key_dim**-0.5
+        return super().attend(query, key, value, call)
+
+
+class HiddenPairsTakeWeight(TalkingHeadsAttention):
+    name, formula = "", ""
+    definition: ClassVar[Any] = None
+
+    def mixed_weights(self, w: Tensor, visible: Tensor, p: Tensor) -> Tensor:
+        return torch.einsum("hg,bgij->bhij", p, w)
+
+
+class OneMaskForTheGroup(TextbookAttention):
+    """Grouped heads share a tile, and the tile's mask is that of the group's first head."""
+
+    def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+        seen = super().visible(call, shape, device)
+        group = self.num_heads // self.num_kv_heads
+        return seen[:, ::group].repeat_interleave(group, dim=1)
+
+
+class SoftmaxOverTheTokens(_Exp):
+    """Keys are normalised over the length: causal queries see the future in it, and padding counts."""
+
+    def feature_map(self, x: Tensor, *, role: Role, positions: Tensor) -> Tensor:
+        return torch.softmax(x, dim=-2 if role == "key" else -1)
+
+
+class ChunkSeesItsOwnFuture(TextbookChunked):
+    def inner(self, products: Tensor) -> Tensor:
+        return products
 
 
 class HidesWithASmallConstant(TextbookAttention):
@@ -41,69 +99,12 @@ class HidesWithASmallConstant(TextbookAttention):
         return super().normalised(torch.where(visible, s, s - 1e4), visible | sees, sinks)
 
 
-class CausalIsAlwaysTopLeft(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is not None and isinstance(seen.offset, int) and seen.right == 0 and call.state is None:
-            return torch.ones(shape, dtype=torch.bool, device=device).tril()
-        return super().visible(call, shape, device)
-
-
 class CausalSeesOneKeyTooMany(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
         visible = super().visible(call, shape, device)
         if call.visibility is None or not call.visibility.only_causal:
             return visible
         return visible | visible.roll(1, dims=-1) & visible.any(-1, keepdim=True)
-
-
-class CausalForgetsItsOwnPosition(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        visible = super().visible(call, shape, device)
-        if call.visibility is None or not call.visibility.only_causal:
-            return visible
-        return visible & visible.roll(-1, dims=-1)
-
-
-class MaskDropsCausal(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is not None and seen.allowed is not None and seen.right is not None:
-            return seen.allowed.expand(shape)
-        return super().visible(call, shape, device)
-
-
-class WindowIsExclusive(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        visible = super().visible(call, shape, device)
-        if seen is None or seen.left is None:
-            return visible
-        _, _, q, k = seen.indices(0, shape[2], 0, shape[3])
-        return visible & (k > q - seen.left)
-
-
-class KeyMaskHidesQueries(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        visible = super().visible(call, shape, device)
-        seen = call.visibility
-        if seen is None or seen.key_present is None or shape[2] != shape[3]:
-            return visible
-        return torch.ones_like(visible) & seen.key_present[:, None, :, None]
-
-
-class PaddingOfTheFirstItemServesAll(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        visible = super().visible(call, shape, device)
-        return visible[:1].expand(shape) if call.visibility is not None else visible
-
-
-class SegmentsAreIgnored(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is not None and seen.query_segments is not None:
-            return torch.ones(shape, dtype=torch.bool, device=device)
-        return super().visible(call, shape, device)
 
 
 class AbsentKeysStayInTheNormaliser(TextbookLinear):
@@ -122,59 +123,10 @@ class AbsentKeysStayInTheNormaliser(TextbookLinear):
         return answer._replace(out=answer.out * total / (total + absent))
 
 
-class WeightsPathLosesCausal(TextbookAttention):
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        if call.need_weights and call.visibility is not None and call.visibility.only_causal:
-            return torch.ones(shape, dtype=torch.bool, device=device)
-        return super().visible(call, shape, device)
-
-
-class RememberedMask(TextbookAttention):
-    """The mask of the first length is kept in the module and cut to size."""
-
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(**sizes)
-        self.kept: Tensor | None = None
-
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        if call.visibility is None or not call.visibility.only_causal:
-            return super().visible(call, shape, device)
-        if self.kept is None or self.kept.shape[2] < shape[2] or self.kept.shape[3] < shape[3]:
-            self.kept = super().visible(call, shape, device)[:1, :1].clone()
-        return self.kept[:, :, -shape[2] :, : shape[3]].expand(shape)
-
-
-def _keep_raw(named: dict[str, Any]) -> None:
-    named["module"].raw = (named["key"], named["value"])
-
-
-@before_the_gate(_keep_raw)
-class ReadsWhatTheGateCleaned(TextbookAttention):
-    raw: tuple[Tensor, Tensor]
-
-    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        return super().scores(q, self.grouped(self.raw[0]).to(q.dtype) if call.state is None else k, call)
-
-    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        raw = self.grouped(self.raw[1]).to(v.dtype)
-        return weights @ (raw if raw.shape == v.shape else v)
-
-
-@before_the_gate(
+@before_validation(
     lambda named: named.update(mask=named["mask"].allowed) if isinstance(named.get("mask"), AttentionMask) else None
 )
 class TakesOnlyTheDensePartOfAMask(TextbookAttention):
-    pass
-
-
-def _guess_the_axes(named: dict[str, Any]) -> None:
-    mask = named.get("mask")
-    if isinstance(mask, Tensor) and mask.dim() == 3:
-        named["mask"] = mask[:, None]
-
-
-@before_the_gate(_guess_the_axes)
-class GuessesAThreeAxesMask(TextbookAttention):
     pass
 
 
@@ -195,27 +147,31 @@ class LooksIntoTheFuture(TextbookLinear):
         return answer._replace(out=answer.out * share.to(answer.out.dtype) * whole.out[..., :1])
 
 
+class PaddingDecays(TextbookGatedDelta):
+    """An absent token fades the memory as a present one of no key would."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        answer = super().attend(query, key, value, call)
+        seen = call.visibility
+        if seen is None or seen.key_present is None or call.state is not None or seen.right is not None:
+            return answer
+        absent = (~seen.key_present).sum(-1).to(answer.out.dtype)
+        return answer._replace(out=answer.out * (0.5**absent)[:, None, None, None])
+
+
 MUTANTS = (
-    Mutant(DeadRowsAreNaN, "dead_rows_are_zero", "softmax over a row of -inf"),
-    Mutant(
-        DeadRowsAreRepairedAfterwards, "dead_rows_receive_no_gradient", "nan_to_num after softmax: 0 * NaN backward"
-    ),
-    Mutant(FillsWithMinus1e9, "dead_rows_are_zero", "masked_fill(-1e9) turns a dead row into a mean"),
+    Mutant(MasksByMultiplication, "hidden_pairs_have_no_influence", "score * mask"),
+    Mutant(ClaimsIsolation, "hidden_nonfinite_pairs_are_isolated", "0 * NaN"),
+    Mutant(PositionsInTheQuerysDtype, "hidden_pairs_have_no_influence", "positions are counted in bfloat16"),
+    Mutant(HiddenScoresTalk, "hidden_pairs_have_no_influence", "scores move from head to head before they are hidden"),
+    Mutant(HiddenPairsTakeWeight, "hidden_pairs_have_no_influence", "weights move from head to head onto hidden pairs"),
+    Mutant(OneMaskForTheGroup, "hidden_pairs_have_no_influence", "the first head of a group decides for all of it"),
+    Mutant(SoftmaxOverTheTokens, "the_future_leaves_the_past", "features are normalised over the length"),
+    Mutant(ChunkSeesItsOwnFuture, "the_future_leaves_the_past", "no causal mask inside a chunk"),
     Mutant(HidesWithASmallConstant, "hidden_pairs_have_no_influence", "-1e4 on the score leaves large scores visible"),
-    Mutant(CausalIsAlwaysTopLeft, "agrees_with_definition", "the offset is ignored where lengths differ"),
     Mutant(CausalSeesOneKeyTooMany, "the_future_leaves_the_past", "triu(2) where triu(1) is meant"),
-    Mutant(CausalForgetsItsOwnPosition, "agrees_with_definition", "triu(0) where triu(1) is meant"),
-    Mutant(MaskDropsCausal, "agrees_with_definition", "an explicit mask replaces causal"),
-    Mutant(WindowIsExclusive, "agrees_with_definition", "a window of W - 1 keys to the left"),
-    Mutant(KeyMaskHidesQueries, "agrees_with_definition", "the padding mask acts on rows"),
-    Mutant(PaddingOfTheFirstItemServesAll, "batch_items_are_independent", "a mask is broadcast from item 0"),
-    Mutant(SegmentsAreIgnored, "packed_sequences_equal_separate_ones", "packed sequences see each other"),
     Mutant(AbsentKeysStayInTheNormaliser, "absent_keys_equal_removed_keys", "features are not zeroed after the map"),
-    Mutant(WeightsPathLosesCausal, "asking_for_more_changes_nothing", "the path that returns weights drops causal"),
-    Mutant(RememberedMask, "earlier_calls_leave_no_trace", "a mask of another length is reused"),
-    Mutant(ReadsWhatTheGateCleaned, "absent_slots_reach_no_output", "a kernel is handed the uncleaned tensors"),
-    Mutant(ReadsWhatTheGateCleaned, "absent_slots_reach_no_gradient", "a kernel is handed the uncleaned tensors"),
     Mutant(TakesOnlyTheDensePartOfAMask, "ways_to_state_a_mask_agree", "an AttentionMask loses its structure"),
-    Mutant(GuessesAThreeAxesMask, "bad_inputs_are_invalid", "a mask [B, Lq, Lk] is given a head axis silently"),
     Mutant(LooksIntoTheFuture, "the_future_leaves_the_past", "the normaliser sums all keys"),
+    Mutant(PaddingDecays, "absent_keys_equal_removed_keys", "padding fades the memory"),
 )

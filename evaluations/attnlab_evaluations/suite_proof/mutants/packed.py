@@ -1,4 +1,4 @@
-"""Mutants of packed sequences: positions, alignments and borders that are the row's instead of the sequence's. Needs torch."""
+"""Mutants of `checks/packed.py`: packed sequences that see each other or count positions wrongly. Needs torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.call import Call
-from attnlab.visibility import AttentionMask
-from attnlab_evaluations.suite_proof.mutants._textbook import Mutant, TextbookAttention, before_the_gate
+from attnlab import AttentionMask, Call
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
+from attnlab_evaluations.suite_proof.mutants._shared import before_validation
 
 
 class PositionsRunThroughTheRow(TextbookAttention):
@@ -116,12 +117,12 @@ def _renumbered(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]]
     return rewrite
 
 
-@before_the_gate(_renumbered(_ordinals))
+@before_validation(_renumbered(_ordinals))
 class SkipsEmptySequences(TextbookAttention):
     """Sequences without tokens are skipped when numbers are given out, in queries and keys apart."""
 
 
-@before_the_gate(_renumbered(lambda ids: torch.where(ids < 0, ids.max(), ids)))
+@before_validation(_renumbered(lambda ids: torch.where(ids < 0, ids.max(), ids)))
 class TheTailJoinsTheLast(TextbookAttention):
     """Tokens that no length covers belong to the last sequence."""
 

@@ -1,4 +1,4 @@
-"""Mutants of sizes: tails of tiles, axes of one, widths rounded up, slices of a batch, offsets in 32 bits. Needs torch."""
+"""Mutants of `checks/sizes.py`: sizes that fail: odd, large, past 32 bits. Needs torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.call import AttentionOutput, Call
-from attnlab.visibility import Visibility
-from attnlab_evaluations.suite_proof.mutants._textbook import Mutant, TextbookAttention, before_the_gate
-from attnlab_evaluations.suite_proof.mutants._tiled import TextbookTiled, Tile
+from attnlab import AttentionOutput, Call, Visibility
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
+from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookDot, wide
+from attnlab_evaluations.suite_proof.correct.textbook_tiled import TextbookTiled, Tile
+from attnlab_evaluations.suite_proof.mutants._shared import before_validation
+
+Shape = tuple[int, int, int, int]
+
+
+class ReadsTheFirst64Columns(TextbookDot):
+    """A head width written into the kernel."""
+
+    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
+        return wide(query)[..., :64] @ wide(key)[..., :64].transpose(-1, -2)
+
+
+class WholeTilesNeedNoPadding(TextbookTiled):
+    """Where keys fill their tiles nothing was padded, so the padding mask is not looked at."""
+
+    def hidden(self, s: Tensor, seen: Visibility, t: Tile) -> Tensor:
+        present = seen.key_present
+        if seen.key_length % 64 == 0:
+            seen.key_present = None
+        s = super().hidden(s, seen, t)
+        seen.key_present = present
+        return s
+
+
+class WidthsOf64AreNotMasked(TextbookAttention):
+    """The path for widths of 64 and 128 knows no causal bound."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        seen = call.visibility
+        if self.key_dim not in (64, 128) or seen is None or not seen.only_causal:
+            return super().visible(call, shape, device)
+        return torch.ones(shape, dtype=torch.bool, device=device)
+
+
+class WidthsOf64HaveNoBias(TextbookAttention):
+    def adjusted(self, s: Tensor, call: Call, scale: float) -> Tensor:
+        if self.key_dim == 64 and call.bias is not None:
+            return self.modified(self.capped(s, call), call)
+        return super().adjusted(s, call, scale)
+
+
+class EighthOfPowersOfTwo(TextbookAttention):
+    """Powers of two are scaled by 1/8, which is right for 64."""
+
+    def scale(self, call: Call) -> float:
+        return 0.125 if self.key_dim in (32, 64, 128) and call.scale is None else super().scale(call)
+
 
 TILE = 64
 
@@ -159,12 +207,51 @@ def _wrapped(offsets: Tensor) -> Tensor:
     return ((offsets + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
-@before_the_gate(_read_in_32_bits)
+@before_validation(_read_in_32_bits)
 class IndexesIn32Bits(TextbookAttention):
     """Offsets into memory are computed in 32 bits."""
 
 
+class OneKeyIsCopied(TextbookAttention):
+    """One key: its weight is 1, hidden or not, sink or not."""
+
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        return (torch.ones_like(weights), lse) if s.shape[-1] == 1 else (weights, lse)
+
+
+class OneHeadIsSqueezed(TextbookAttention):
+    """squeeze() takes every axis of size 1: with one item and one head the rows become items."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        s = super().scores(q, k, call)
+        if s.shape[0] == s.shape[1] == 1 and s.shape[2] == s.shape[3]:
+            return s.squeeze().t().expand(s.shape)
+        return s
+
+
+class ScaledByThePaddedWidth(TextbookAttention):
+    """Widths are padded to a multiple of 8 for a kernel, and the scale is that of the padded one."""
+
+    def scale(self, call: Call) -> float:
+        padded = -(-self.key_dim // 8) * 8
+        return float(padded**-0.5) if call.scale is None else super().scale(call)
+
+
+class ValuesAreAsWideAsKeys(TextbookAttention):
+    """Columns of value past the key's width are left at zero."""
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        out = super().mixed(weights, v, visible)
+        return out * (torch.arange(v.shape[-1], device=v.device) < self.key_dim)
+
+
 MUTANTS = (
+    Mutant(ReadsTheFirst64Columns, "any_size_agrees_with_definition", "a head width of 64 is written in"),
+    Mutant(WholeTilesNeedNoPadding, "any_size_agrees_with_definition", "no padding is looked for in whole tiles"),
+    Mutant(WidthsOf64AreNotMasked, "any_size_agrees_with_definition", "a path for widths of 64 without causal"),
+    Mutant(WidthsOf64HaveNoBias, "any_size_agrees_with_definition", "a path for widths of 64 without bias"),
+    Mutant(EighthOfPowersOfTwo, "any_size_agrees_with_definition", "1/8 for 32, 64 and 128"),
     Mutant(DropsTheLastKeyTile, "any_size_agrees_with_definition", "keys past the last whole tile are dropped"),
     Mutant(DropsTheLastQueryTile, "any_size_agrees_with_definition", "rows past the last whole tile stay 0"),
     Mutant(SqueezesTheOnlyKey, "any_size_agrees_with_definition", "the axis of a single key moves"),
@@ -180,4 +267,8 @@ MUTANTS = (
     Mutant(ServesBatchesBySlices, "large_batches_are_served_whole", "rows past the last whole slice stay 0"),
     Mutant(CountsRowsInSixteenBits, "large_batches_are_served_whole", "batch times heads wraps at 65536"),
     Mutant(IndexesIn32Bits, "elements_far_apart_are_found", "offsets wrap at 2^31"),
+    Mutant(OneKeyIsCopied, "any_size_agrees_with_definition", "one key is copied, visible or not"),
+    Mutant(OneHeadIsSqueezed, "any_size_agrees_with_definition", "squeeze() takes one axis too many"),
+    Mutant(ScaledByThePaddedWidth, "any_size_agrees_with_definition", "scale from the padded width"),
+    Mutant(ValuesAreAsWideAsKeys, "any_size_agrees_with_definition", "d_v > d_k is cut"),
 )

@@ -1,4 +1,4 @@
-"""Mutants whose parameters or gradients come from elsewhere than a call says: torch.func brings them to light. Needs torch."""
+"""Mutants of `checks/transforms.py`: variants that torch.func cannot transform. Needs torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlab.call import Call
-from attnlab_evaluations.suite_proof.mutants._textbook import Mutant, TextbookAttention
+from attnlab import Call
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
+from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookLuong, wide
+
+
+class KeepsItsExpandedMatrix(TextbookLuong):
+    """W_a is cast once: training, loading and moving leave the copy behind."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.cast: dict[torch.dtype, Tensor] = {}
+
+    def project_query(self, query: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().project_query(query)
+        dtype = wide(query).dtype
+        if dtype not in self.cast:
+            self.cast[dtype] = wide(self.W_a).detach().to(dtype).clone()
+        return wide(query) @ self.cast[dtype]
 
 
 class LearnedTextbook(TextbookAttention):
@@ -99,32 +117,10 @@ class MappedAxisIsTakenToBeFirst(TextbookAttention):
         return result
 
 
-class _ScoredForTheQuery(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k)
-        return q @ k.transpose(-1, -2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        q, k = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, None
-        return grad @ k, grad.transpose(-1, -2) @ q
-
-
-class NoGradientWithoutTheQuerys(TextbookAttention):
-    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        result: Tensor = _ScoredForTheQuery.apply(q, k)  # type: ignore[no-untyped-call]
-        return result
-
-
 MUTANTS = (
+    Mutant(KeepsItsExpandedMatrix, "parameters_are_read_at_each_call", "a copy of a parameter is kept"),
     Mutant(CopiesItsWeightInTheConstructor, "parameters_are_read_at_each_call", "a copy made in __init__"),
     Mutant(KeepsItsWeightInEval, "parameters_are_read_at_each_call", "weights merged at the first eval call"),
     Mutant(ListsItsParameters, "functional_gradients_agree", "a second reference to a parameter"),
     Mutant(MappedAxisIsTakenToBeFirst, "a_mapped_axis_equals_a_loop", "a vmap rule that ignores in_dims"),
-    Mutant(
-        NoGradientWithoutTheQuerys, "a_gradient_is_the_same_alone", "needs_input_grad of the query decides for the key"
-    ),
 )

@@ -1,0 +1,104 @@
+"""Mutants of `checks/state_masks.py`: padding, weights and lse that are lost while decoding. Needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab import AttentionOutput, Call, State
+from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
+from attnlab_evaluations.suite_proof.mutants._shared import before_validation
+
+
+class EvictsBehindTheWindow(TextbookAttention):
+    """What lies behind a step's window is forgotten, also by steps without that window."""
+
+    def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
+        keys, values, state = super().remember(key, value, call)
+        seen = call.visibility
+        if seen is None or seen.left is None or seen.query_segments is not None:
+            return keys, values, state
+        near = torch.arange(keys.shape[2], device=keys.device) >= keys.shape[2] - seen.left
+        near = near.expand(keys.shape[0], -1)
+        held = near if state.key_present is None else near & state.key_present
+        return keys, values, replace(state, key_present=held)
+
+
+def _keep_raw(named: dict[str, Any]) -> None:
+    named["module"].raw = (named["key"], named["value"])
+
+
+@before_validation(_keep_raw)
+class RemembersWhatTheGateCleaned(TextbookAttention):
+    raw: tuple[Tensor, Tensor]
+
+    def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
+        return super().remember(*self.raw, call)
+
+
+def _note_the_mask(named: dict[str, Any]) -> None:
+    named["module"].masked = named.get("key_mask") is not None
+
+
+@before_validation(_note_the_mask)
+class ForgetsAMaskThatIsNotRepeated(TextbookAttention):
+    """A step without a key_mask takes everything before it for present."""
+
+    masked: bool
+
+    def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+        if call.visibility is not None and not self.masked:
+            call.visibility.key_present = None
+        return super().visible(call, shape, device)
+
+
+class WeightsOfTheStep(TextbookAttention):
+    """Weights have columns for the new keys only."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        answer = super().attend(query, key, value, call)
+        if answer.weights is None or call.state is None:
+            return answer
+        return answer._replace(weights=answer.weights[..., call.state.length :])
+
+
+class LseOfTheStep(TextbookAttention):
+    """lse sums over the new keys only."""
+
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        new = s.shape[-2]
+        return weights, super().normalised(s[..., -new:], visible[..., -new:], sinks)[1] if self.stepping else lse
+
+    stepping = False
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        self.stepping = call.state is not None
+        return super().attend(query, key, value, call)
+
+
+class FirstRowsPadding(TextbookAttention):
+    """In a step the padding of the first sequence counts for all of them."""
+
+    def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+        seen = call.visibility
+        if call.state is None or seen is None or seen.key_present is None:
+            return super().visible(call, shape, device)
+        own, seen.key_present = seen.key_present, seen.key_present[:1]
+        visible = super().visible(call, shape, device)
+        seen.key_present = own
+        return visible
+
+
+MUTANTS = (
+    Mutant(EvictsBehindTheWindow, "arguments_hold_for_their_step", "one step's window forgets for all"),
+    Mutant(RemembersWhatTheGateCleaned, "absent_slots_reach_no_state", "uncleaned tensors enter the store"),
+    Mutant(ForgetsAMaskThatIsNotRepeated, "masks_may_come_and_go", "a mask counts only while it is repeated"),
+    Mutant(WeightsOfTheStep, "steps_return_weights_and_lse", "weights leave out the past"),
+    Mutant(LseOfTheStep, "steps_return_weights_and_lse", "lse leaves out the past"),
+    Mutant(FirstRowsPadding, "batch_items_decode_independently", "one row's padding serves the batch"),
+)
