@@ -100,7 +100,7 @@ def test_the_textbook_module_is_told_about_dead_rows_and_large_constants(check: 
 
 
 def test_the_textbook_module_is_told_where_a_constant_does_not_fit_half_precision() -> None:
-    message = first(TextbookModule, "the_future_leaves_the_past", "error").message
+    message = first(TextbookModule, "causality", "error").message
     assert blurred(message) == (
         "TextbookModule (float16 on cpu, causal, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8 Dv=8, seed 0): RuntimeError where "
         "none was expected: value cannot be converted to type c10::Half without overflow, at "
@@ -125,7 +125,7 @@ def test_a_wrong_shape_says_which_one_was_expected() -> None:
 
 
 def test_a_swallowed_argument_is_named_with_what_to_do() -> None:
-    message = first(TakesBias, "refuses_what_it_does_not_declare").message
+    message = first(TakesBias, "undeclared_features_are_refused").message
     assert blurred(message) == (
         "TakesBias (float32 on cpu, plain, softcap, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8 Dv=8, seed 0): softcap= was "
         "accepted although `softcap` is not declared. Declare softcap in `capabilities` and honour it, or let "
@@ -143,7 +143,7 @@ def test_a_traceback_is_printed_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ATTNLAB_DEBUG", "1")
-    first(ReadsBFloat16AsFloat, "modes_agree", "error")
+    first(ReadsBFloat16AsFloat, "train_and_eval_modes_agree", "error")
     assert "Traceback" in capsys.readouterr().err
 
 

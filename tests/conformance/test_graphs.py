@@ -81,14 +81,14 @@ def test_too_many_graphs_are_told_with_the_lengths_that_took_them() -> None:
 
 
 def test_a_position_on_the_module_is_right_until_it_is_compiled() -> None:
-    results = run_checks(KeepsThePositionOnTheModule, only="chunks_equal_the_whole", quick=True)
+    results = run_checks(KeepsThePositionOnTheModule, only="chunked_decoding_equals_full_attention", quick=True)
     assert all(r.ok for r in results), told(results)
 
 
 def test_blocks_that_are_small_one_by_one_are_not_so_all_told() -> None:
-    results = run_checks(BlocksAreNotRecomputed, only="largest_intermediate_grows_linearly")
+    results = run_checks(BlocksAreNotRecomputed, only="linear_memory_of_intermediates")
     assert all(r.ok for r in results), told(results)
-    failed = [r for r in run_checks(BlocksAreNotRecomputed, only="memory_kept_for_backward_grows_linearly") if not r.ok]
+    failed = [r for r in run_checks(BlocksAreNotRecomputed, only="linear_memory_saved_for_backward") if not r.ok]
     assert "what is kept for the backward grows from" in failed[0].message
 
 

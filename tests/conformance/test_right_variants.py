@@ -75,7 +75,7 @@ def test_weights_of_parameters_alone_have_their_gradient_checked() -> None:  # F
 
 def test_projections_after_the_weights_and_embeddings_of_values_are_normalised_all_the_same() -> None:
     for variant in (ProjectedValuesAttention, ValueEmbeddingAttention):
-        assert not told(judged(variant, "laws", "dropout", "weights", "sums_are_taken_in_float32"))
+        assert not told(judged(variant, "laws", "dropout", "weights", "long_sums_accumulate_in_float32"))
 
 
 def test_an_lse_wider_than_an_empty_piece_has_is_compared() -> None:

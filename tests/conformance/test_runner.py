@@ -65,9 +65,9 @@ def test_only_takes_checks_topics_and_patterns() -> None:
         "dead_rows_are_zero",
         "dead_rows_receive_no_gradient",
     }
-    assert {r.check for r in iter_checks(TextbookAttention, only=["lse*", "modes_agree"])} == {
+    assert {r.check for r in iter_checks(TextbookAttention, only=["lse*", "train_and_eval_modes_agree"])} == {
         "lse_matches_definition",
-        "modes_agree",
+        "train_and_eval_modes_agree",
     }
 
 
@@ -77,9 +77,9 @@ def test_an_unknown_check_is_refused_with_the_nearest_names() -> None:
 
 
 def test_a_result_carries_the_command_that_repeats_it() -> None:
-    result = run_checks(TextbookAttention, only="modes_agree")[0]
+    result = run_checks(TextbookAttention, only="train_and_eval_modes_agree")[0]
     assert shlex.split(result.repeat) == [
-        *("attnlab", "check", "TextbookAttention", "--only", "modes_agree"),
+        *("attnlab", "check", "TextbookAttention", "--only", "train_and_eval_modes_agree"),
         *("--case", result.case),
     ]
     assert replace(result, device="cuda").repeat.endswith("--device cuda")
@@ -106,11 +106,11 @@ def test_a_quick_run_covers_the_same_checks_with_fewer_cases() -> None:
 
 
 class KnownToOverflow(SubtractsNoMaximum):
-    known_failures: ClassVar = {"survives_large_scores": KnownFailure("exp overflows, see the paper's appendix")}
+    known_failures: ClassVar = {"large_scores_do_not_overflow": KnownFailure("exp overflows, see the paper's appendix")}
 
 
 class KnownWithoutReason(TextbookAttention):
-    known_failures: ClassVar = {"survives_large_scores": KnownFailure("was true once")}
+    known_failures: ClassVar = {"large_scores_do_not_overflow": KnownFailure("was true once")}
 
 
 class KnownByAnotherName(TextbookAttention):
@@ -118,7 +118,7 @@ class KnownByAnotherName(TextbookAttention):
 
 
 def test_a_known_failure_is_reported_with_its_reason_and_lets_the_variant_pass() -> None:
-    results = run_checks(KnownToOverflow, only="survives_large_scores")
+    results = run_checks(KnownToOverflow, only="large_scores_do_not_overflow")
     known = [r for r in results if r.status == "known failure"]
     assert known
     assert all(r.ok for r in results)
@@ -127,7 +127,7 @@ def test_a_known_failure_is_reported_with_its_reason_and_lets_the_variant_pass()
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_known_failure_that_passes_is_a_failure(quick: bool) -> None:
-    results = run_checks(KnownWithoutReason, only="survives_large_scores", quick=quick)
+    results = run_checks(KnownWithoutReason, only="large_scores_do_not_overflow", quick=quick)
     last = results[-1]
     assert last.status == "failed"
     assert "is declared a KnownFailure (was true once) and passes on every case. Remove the declaration" in last.message
@@ -135,29 +135,29 @@ def test_a_known_failure_that_passes_is_a_failure(quick: bool) -> None:
 
 def test_a_known_failure_of_an_unknown_check_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(
-        PluginError, match="'survive_large_scores', which is no check; did you mean 'survives_large_scores'"
+        PluginError, match="'survive_large_scores', which is no check; did you mean 'large_scores_do_not_overflow'"
     ):
-        run_checks(KnownByAnotherName, only="modes_agree")
+        run_checks(KnownByAnotherName, only="train_and_eval_modes_agree")
 
 
 def test_a_known_failure_of_another_exception_does_not_cover_an_assertion() -> None:
     class Covers(SubtractsNoMaximum):
-        known_failures: ClassVar = {"survives_large_scores": KnownFailure("crashes", raises=RuntimeError)}
+        known_failures: ClassVar = {"large_scores_do_not_overflow": KnownFailure("crashes", raises=RuntimeError)}
 
-    assert "failed" in statuses(run_checks(Covers, only="survives_large_scores"))
+    assert "failed" in statuses(run_checks(Covers, only="large_scores_do_not_overflow"))
 
 
 # -- refusals and surprises ---------------------------------------------------------------------------------------
 
 
 def test_undeclared_askables_come_back_as_refused() -> None:
-    results = run_checks("flash", only="refuses_what_it_does_not_declare")
+    results = run_checks("flash", only="undeclared_features_are_refused")
     refused = {r.case for r in results if r.status == "refused"}
     assert any("weights" in case for case in refused), [r.message for r in results]
 
 
 def test_an_undeclared_argument_that_is_swallowed_is_named() -> None:
-    results = run_checks(SwallowsSoftcap, only="refuses_what_it_does_not_declare")
+    results = run_checks(SwallowsSoftcap, only="undeclared_features_are_refused")
     (failed,) = [r for r in results if r.status == "failed" and "softcap" in r.case]
     assert "softcap= was accepted although `softcap` is not declared" in failed.message
 
@@ -189,7 +189,7 @@ def test_an_unexpected_exception_becomes_one_sentence() -> None:
         def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
             raise KeyError("no\nsuch thing")
 
-    results = run_checks(Breaks, only="modes_agree")
+    results = run_checks(Breaks, only="train_and_eval_modes_agree")
     assert statuses(results) == {"error"}
     assert not results[0].ok
     assert "\n" not in results[0].message
@@ -202,7 +202,7 @@ def test_an_interrupt_is_not_swallowed() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_checks(Interrupted, only="modes_agree")
+        run_checks(Interrupted, only="train_and_eval_modes_agree")
 
 
 def test_a_check_that_needs_what_is_not_declared_says_so_once() -> None:

@@ -109,7 +109,7 @@ class CountsEveryChunkTwice(CumulativeMean):
 
 def test_without_a_definition_chunks_are_compared_with_the_variants_own_whole() -> None:
     assert not bad(CumulativeMean, only=("state",))
-    statuses = {r.status for r in run_checks(CumulativeMean, only="chunks_equal_the_whole", quick=True)}
+    statuses = {r.status for r in run_checks(CumulativeMean, only="chunked_decoding_equals_full_attention", quick=True)}
     assert "passed" in statuses
     assert any("the same call without a state" in m for m in bad(CountsEveryChunkTwice, only=("state",)))
 
@@ -117,7 +117,7 @@ def test_without_a_definition_chunks_are_compared_with_the_variants_own_whole() 
 def test_a_state_class_of_ones_own_may_fail_loudly_where_heads_do_not_fit() -> None:
     wider = replace(CumulativeMean.capabilities, gqa=True)
     grouped = type("GroupedMean", (CumulativeMean,), {"capabilities": wider, "attend": repeated(CumulativeMean.attend)})
-    results = run_checks(grouped, only="misfit_states_are_refused", quick=True)
+    results = run_checks(grouped, only="mismatched_states_are_refused", quick=True)
     assert [r.status for r in results] == ["passed"], [r.message for r in results]
 
 
@@ -218,13 +218,13 @@ class LoopsOverRows(TextbookAttention):
 
 @pytest.mark.parametrize("variant", [NeedsMuchForARow, LoopsOverRows])
 def test_batches_too_large_for_memory_or_time_are_not_tried(variant: type[Attention]) -> None:
-    results = run_checks(variant, only="large_batches_are_served_whole")
+    results = run_checks(variant, only="large_batches_equal_small_batches")
     assert [r.status for r in results] == ["not applicable"]
     assert "too many for 33001 rows" in results[0].message
 
 
 def test_a_crop_that_a_state_does_not_offer_is_no_failure() -> None:
-    results = run_checks(TextbookDelta, only="cropped_states_forget", quick=True)
+    results = run_checks(TextbookDelta, only="cropped_states_equal_shorter_states", quick=True)
     assert {r.status for r in results} == {"not applicable"}
     assert "cannot forget" in results[0].message
 

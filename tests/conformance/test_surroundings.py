@@ -16,12 +16,12 @@ from attnlab.conformance import CheckResult, run_checks
 from attnlab.conformance.checks._settings import SETTINGS
 from attnlab.conformance.checks.threads import _taking_turns
 from attnlab_evaluations.suite_proof.correct import TextbookAttention, TextbookLinear
-from attnlab_evaluations.suite_proof.mutants.requiring import NoGradientWithoutTheQuerys
+from attnlab_evaluations.suite_proof.mutants.gradients import NoGradientWithoutTheQuerys
 from attnlab_evaluations.suite_proof.mutants.settings import LowersThePrecision, UnusedSlotsAreMultipliedByZero
 from attnlab_evaluations.suite_proof.mutants.threads import KeepsItsAnswerOnItself, SharesAScratchBuffer
 from attnlab_evaluations.suite_proof.mutants.transforms import LearnedTextbook
 
-TOPICS = ["threads", "devices", "settings", "transforms", "a_gradient_is_the_same_alone"]
+TOPICS = ["threads", "devices", "settings", "transforms", "gradients_do_not_depend_on_requires_grad_of_others"]
 
 
 def told(results: list[CheckResult]) -> str:
@@ -59,7 +59,9 @@ def test_two_threads_take_turns_at_every_operation() -> None:
 
 
 def test_what_lies_on_the_module_between_two_lines_is_found() -> None:
-    failed = [r for r in run_checks(KeepsItsAnswerOnItself, only="threads_share_an_instance", quick=True) if not r.ok]
+    failed = [
+        r for r in run_checks(KeepsItsAnswerOnItself, only="concurrent_calls_are_independent", quick=True) if not r.ok
+    ]
     assert failed
     assert "beside another call in another thread" in failed[0].message or "the call alone" in failed[0].message
     assert "Keep nothing of a call on the module" in failed[0].message
@@ -75,7 +77,7 @@ def test_a_lock_around_what_is_shared_is_enough_and_stops_nothing() -> None:
             with self.lock:
                 return super().attend(query, key, value, call)
 
-    results = run_checks(Locked, only="threads_share_an_instance", quick=True)
+    results = run_checks(Locked, only="concurrent_calls_are_independent", quick=True)
     assert [r.status for r in results] == ["passed"], told(results)
 
 
@@ -88,7 +90,7 @@ def test_settings_and_random_numbers_of_the_process_are_as_before_also_where_a_v
     expected = torch.rand(3)
     torch.manual_seed(8)
     run_checks(TextbookAttention, only=TOPICS, quick=True)
-    (result,) = run_checks(LowersThePrecision, only="calls_leave_settings_alone", quick=True)
+    (result,) = run_checks(LowersThePrecision, only="calls_do_not_change_global_settings", quick=True)
     assert "the precision of float32 products (from highest to high)" in result.message
     assert torch.equal(torch.rand(3), expected)
     assert {name: read() for name, read in SETTINGS.items()} == before

@@ -181,6 +181,6 @@ def test_every_combination_of_score_and_locality_passes_its_checks(kind: str, lo
 def test_a_score_without_parameters_is_not_taken_for_what_its_name_makes() -> None:
     """`attend()` by the name makes `general`, which has parameters: that call says nothing of this instance."""
     made = create("multiplicative", num_heads=2, head_dim=8, score="dot", local="m", half_width=2)
-    results = run_checks(made, quick=True, only="other_entrances_refuse_alike")
+    results = run_checks(made, quick=True, only="every_entry_point_refuses_undeclared_features")
     assert results
     assert [r.message for r in results if not r.ok] == []

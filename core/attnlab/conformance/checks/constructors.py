@@ -41,7 +41,7 @@ def check_unknown_options_are_rejected(variant: Any, case: Case) -> None:
             fail(variant, case, fault, advice)
 
 
-def check_sizes_are_kept_and_judged(variant: Any, case: Case) -> None:
+def check_sizes_are_kept_and_validated(variant: Any, case: Case) -> None:
     """The instance has the sizes that it was created with, and impossible sizes are refused."""
     for name, size in case.geometry.items():
         own = getattr(variant, name, None)
@@ -120,7 +120,7 @@ def check_options_are_honoured(variant: Any, case: Case) -> None:
             Comparer(variant, inputs).close(got, exact, limit, DEFINITION, advice)
 
 
-def check_instances_are_their_own(variant: Any, case: Case) -> None:
+def check_instances_share_no_parameters(variant: Any, case: Case) -> None:
     """Parameters and buffers of one instance are its own: writing to them changes no other instance, made before or after."""
     inputs, compare = drawn(case, variant)
     before = like(variant).to(inputs.query.device, inputs.query.dtype).eval()
@@ -144,7 +144,7 @@ def check_parameters_are_initialised(variant: Any, case: Case) -> None:
         demand(not unwritten, variant, case, fault, "Initialise every parameter in __init__, torch.empty does not")
 
 
-def check_making_one_changes_no_other(variant: Any, case: Case) -> None:
+def check_instances_do_not_change_their_class(variant: Any, case: Case) -> None:
     """Instances with other options leave the class and its instances as they were."""
     kind = type(variant)
     public = ("capabilities", "formula", "family", "gates", "conflicts", "known_failures", "definition", "golden")
@@ -201,9 +201,9 @@ def _some(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_unknown_options_are_rejected, "refusals", _one, random_too=True),
-    Check(check_sizes_are_kept_and_judged, "refusals", _some, random_too=True),
+    Check(check_sizes_are_kept_and_validated, "refusals", _some, random_too=True),
     Check(check_options_are_honoured, "modules", _some),
-    Check(check_instances_are_their_own, "modules", _one, random_too=True),
+    Check(check_instances_share_no_parameters, "modules", _one, random_too=True),
     Check(check_parameters_are_initialised, "modules", _one, random_too=True),
-    Check(check_making_one_changes_no_other, "modules", _one, random_too=True),
+    Check(check_instances_do_not_change_their_class, "modules", _one, random_too=True),
 )

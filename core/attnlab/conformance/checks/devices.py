@@ -16,7 +16,7 @@ from attnlab.conformance.running.check import Check, Scope
 from attnlab.conformance.running.subject import like
 
 
-def check_made_on_meta_and_loaded(variant: Any, case: Case) -> None:
+def check_meta_initialisation_and_loading(variant: Any, case: Case) -> None:
     """Made on the meta device, then to_empty, reset_parameters and load_state_dict: the answer of one that was made at once."""
     inputs, compare = drawn(case, variant)
     expected = inputs.seeded_out(variant)
@@ -66,7 +66,7 @@ def check_runs_on_meta(variant: Any, case: Case) -> None:
     compare.demand(right, fault_, "The same shapes on every device")
 
 
-def check_tensors_are_made_where_query_is(variant: Any, case: Case) -> None:
+def check_tensors_are_created_on_the_device_of_query(variant: Any, case: Case) -> None:
     """Under another default device (torch.device("meta") as a context) a call gives what it gives without, and so do gradients."""
     inputs, compare = drawn(case, variant)
     advice = (
@@ -123,7 +123,7 @@ def _placed(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_made_on_meta_and_loaded, "devices", _made, random_too=True, slow=True),
+    Check(check_meta_initialisation_and_loading, "devices", _made, random_too=True, slow=True),
     Check(check_runs_on_meta, "devices", _meta, random_too=True),
-    Check(check_tensors_are_made_where_query_is, "devices", _placed, random_too=True),
+    Check(check_tensors_are_created_on_the_device_of_query, "devices", _placed, random_too=True),
 )

@@ -30,7 +30,7 @@ FEWEST = 50
 SEED = 5
 
 
-def check_dropout_drops_that_share(variant: Any, case: Case) -> None:
+def check_dropout_rate(variant: Any, case: Case) -> None:
     """A share p of the weights is dropped; the others are divided by 1 - p."""
     plain = draw(case, variant)
     compare, weights = _identity_values(variant, plain)
@@ -112,7 +112,7 @@ def check_dropout_backward_uses_the_forward_mask(variant: Any, case: Case) -> No
     )
 
 
-def check_dropout_reaches_past_and_new_keys(variant: Any, case: Case) -> None:
+def check_dropout_rate_with_a_state(variant: Any, case: Case) -> None:
     """With a state a share p of the weights is dropped too, of past keys and of new ones, and the others are divided by 1 - p."""
     compare, weights = _identity_values(variant, draw(case, variant))
     inputs, past, p = compare.inputs, case.key_length // 2, 0.5
@@ -194,7 +194,7 @@ def check_dropout_leaves_weights_and_lse_alone(variant: Any, case: Case) -> None
             compare.same(got, expected, "the same call without dropout", advice, what, magnitude=1.0)
 
 
-def check_dropping_everything_gives_zero(variant: Any, case: Case) -> None:
+def check_dropout_of_one_gives_zero(variant: Any, case: Case) -> None:
     """dropout_p=1: out is 0 and every gradient finite."""
     inputs, compare = drawn(case, variant)
     require_linear(variant, inputs)
@@ -302,12 +302,12 @@ def _few(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_dropout_drops_that_share, "dropout", _statistics),
-    Check(check_dropout_reaches_past_and_new_keys, "dropout", _through_a_state),
+    Check(check_dropout_rate, "dropout", _statistics),
+    Check(check_dropout_rate_with_a_state, "dropout", _through_a_state),
     Check(check_dropout_is_seeded, "dropout", _cases("dropout"), random_too=True),
     Check(check_dropout_backward_uses_the_forward_mask, "dropout", _backward, random_too=True),
     Check(check_dropout_masks_are_independent, "dropout", _long),
     Check(check_dropout_gradients_match_finite_differences, "dropout", _slopes, random_too=True),
     Check(check_dropout_leaves_weights_and_lse_alone, "dropout", _few, asks_more=True),
-    Check(check_dropping_everything_gives_zero, "dropout", _few),
+    Check(check_dropout_of_one_gives_zero, "dropout", _few),
 )

@@ -21,7 +21,7 @@ from attnlab.conformance.running.check import Check, Scope
 HALF = ("bfloat16", "float16")
 
 
-def check_sums_are_taken_in_float32(variant: Any, case: Case) -> None:
+def check_long_sums_accumulate_in_float32(variant: Any, case: Case) -> None:
     """A normalised mean of 5000 equal values is that value, although the sums leave the dtype's range; of others, their mean."""
     no_null_slot(variant)
     inputs, compare = drawn(case, variant)
@@ -163,7 +163,9 @@ def _mixed(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_sums_are_taken_in_float32, "dtypes", _sums, claims=("normalised",), asks_more=True, random_too=True),
+    Check(
+        check_long_sums_accumulate_in_float32, "dtypes", _sums, claims=("normalised",), asks_more=True, random_too=True
+    ),
     Check(check_scores_may_exceed_half_precision, "dtypes", _overflowing),
     Check(check_autocast_agrees, "dtypes", _autocast()),
     Check(check_autocast_gradients_agree, "dtypes", _autocast("backward")),

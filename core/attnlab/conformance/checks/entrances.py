@@ -37,7 +37,7 @@ UNKNOWN: tuple[tuple[str, Any], ...] = (
 """Names that other libraries use, a typing error and one that nobody uses."""
 
 
-def check_other_entrances_refuse_alike(variant: Any, case: Case) -> None:
+def check_every_entry_point_refuses_undeclared_features(variant: Any, case: Case) -> None:
     """`forward` called by name, `attend()` and `MultiHeadAttention` refuse what `variant(...)` must refuse."""
     for request in _entrances(variant, draw(case, variant), case.note):
         demand_refusal(variant, case, case.note, request)
@@ -91,7 +91,7 @@ def check_unknown_arguments_are_rejected(variant: Any, case: Case) -> None:
             )
 
 
-def check_supports_names_what_is_refused(variant: Any, case: Case) -> None:
+def check_supports_gives_reasons_for_refusals(variant: Any, case: Case) -> None:
     """`supports(request)` gives a reason for each undeclared feature and none for a plain request, as tools that choose rely on it."""
     have = variant.capabilities
     sizes: dict[str, Any] = {
@@ -158,7 +158,7 @@ def _one(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_other_entrances_refuse_alike, "refusals", _undeclared, random_too=True),
+    Check(check_every_entry_point_refuses_undeclared_features, "refusals", _undeclared, random_too=True),
     Check(check_unknown_arguments_are_rejected, "refusals", _one, random_too=True),
-    Check(check_supports_names_what_is_refused, "refusals", _one, random_too=True),
+    Check(check_supports_gives_reasons_for_refusals, "refusals", _one, random_too=True),
 )

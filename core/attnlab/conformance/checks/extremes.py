@@ -76,7 +76,7 @@ SHIFTED = ("large keys", "tiny", "opposed", "far from the origin", *SLOPING)
 """These give up the unit length of a recurrence's keys."""
 
 
-def check_agrees_on_special_contents(variant: Any, case: Case) -> None:
+def check_special_contents_agree_with_definition(variant: Any, case: Case) -> None:
     """Zeros, equal keys, tiny, far and opposed numbers give the definition's answer."""
     change, advice = CONTENTS[case.note]
     draws = []
@@ -220,7 +220,7 @@ EDGES: Mapping[str, Edge] = {
 FAR_OFFSETS = ("offset=99", "offset=-99")
 
 
-def check_agrees_at_the_ends_of_arguments(variant: Any, case: Case) -> None:
+def check_extreme_arguments_agree_with_definition(variant: Any, case: Case) -> None:
     """Falsy and extreme arguments, and masks and biases of every shape that broadcasts, mean what they say."""
     plain, compare = drawn(case, variant)
     arguments = EDGES[case.note].make(plain)
@@ -249,7 +249,7 @@ def _has_a_limit(variant: Any) -> bool:
     return any(0 < x <= 99 for x in numbers)
 
 
-def check_long_inputs_agree_by_rows(variant: Any, case: Case) -> None:
+def check_long_inputs_agree_with_definition(variant: Any, case: Case) -> None:
     """Lengths past the tiles of every usual kernel: rows at the borders equal the definition's."""
     inputs = long_inputs(variant, case)
     rows = sampled_rows(case)
@@ -329,7 +329,7 @@ def banded(scope: Scope, sizes: Mapping[str, Any]) -> Case:
 
 
 CHECKS = (
-    Check(check_agrees_on_special_contents, "values", _contents),
-    Check(check_agrees_at_the_ends_of_arguments, "values", _edges, asks_more=True),
-    Check(check_long_inputs_agree_by_rows, "values", long_cases),
+    Check(check_special_contents_agree_with_definition, "values", _contents),
+    Check(check_extreme_arguments_agree_with_definition, "values", _edges, asks_more=True),
+    Check(check_long_inputs_agree_with_definition, "values", long_cases),
 )

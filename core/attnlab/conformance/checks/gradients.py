@@ -42,7 +42,7 @@ def check_gradients_match_definition(variant: Any, case: Case) -> None:
     compare.close_gradients(grads, exact, advice)
 
 
-def check_long_gradients_agree_by_rows(variant: Any, case: Case) -> None:
+def check_long_gradients_match_definition(variant: Any, case: Case) -> None:
     """Past the tiles of every usual kernel: the gradients that rows at the borders ask for equal the definition's."""
     inputs, rows = long_inputs(variant, case), sampled_rows(case)
     direction = direction_for(inputs, rows)
@@ -53,7 +53,7 @@ def check_long_gradients_agree_by_rows(variant: Any, case: Case) -> None:
     Comparer(variant, inputs).close_gradients(grads, exact, advice, versus)
 
 
-def check_one_tensor_may_play_every_role(variant: Any, case: Case) -> None:
+def check_query_key_and_value_may_be_one_tensor(variant: Any, case: Case) -> None:
     """Query, key and value that are one tensor get the output of three copies, and the sum of their gradients."""
     inputs = draw(case, variant)
     if len({inputs.query.shape, inputs.key.shape, inputs.value.shape}) > 1:
@@ -72,7 +72,7 @@ def check_one_tensor_may_play_every_role(variant: Any, case: Case) -> None:
     compare.same_gradients(grads, total, "the sum of the gradients of three copies", advice)
 
 
-def check_a_gradient_is_the_same_alone(variant: Any, case: Case) -> None:
+def check_gradients_do_not_depend_on_requires_grad_of_others(variant: Any, case: Case) -> None:
     """Each input's and each parameter's gradient is the same where nothing else needs one, and so is the output."""
     inputs, compare = drawn(case, variant)
     parameters, direction = trained(variant), direction_for(inputs)
@@ -284,7 +284,7 @@ CHECKS = (
     Check(check_gradients_match_finite_differences, "gradients", _precise, random_too=True),
     Check(check_second_derivatives_match_finite_differences, "gradients", _double, **_SECOND),
     Check(check_gradients_honour_the_strides_of_grad_output, "gradients", _strided, random_too=True),
-    Check(check_long_gradients_agree_by_rows, "gradients", _long, slow=True),
-    Check(check_one_tensor_may_play_every_role, "gradients", _alike, random_too=True),
-    Check(check_a_gradient_is_the_same_alone, "gradients", _alone, random_too=True),
+    Check(check_long_gradients_match_definition, "gradients", _long, slow=True),
+    Check(check_query_key_and_value_may_be_one_tensor, "gradients", _alike, random_too=True),
+    Check(check_gradients_do_not_depend_on_requires_grad_of_others, "gradients", _alone, random_too=True),
 )

@@ -45,7 +45,7 @@ CANCELLING, UNEQUAL, FAR = "values that cancel", "unequal weights", "scores of 1
 STATE = "values that cancel, through a state"
 
 
-def check_half_precision_is_summed_in_float32(variant: Any, case: Case) -> None:
+def check_half_precision_accumulates_in_float32(variant: Any, case: Case) -> None:
     """On contents where one rounding hardly errs, half precision errs by what float32 sums and single roundings explain."""
     inputs = _contents(draw(case, variant))
     require_exact(variant, inputs)
@@ -138,4 +138,4 @@ def _sums(scope: Scope) -> Iterable[Case]:
             yield case("causal", **whole, note=CANCELLING)
 
 
-CHECKS = (Check(check_half_precision_is_summed_in_float32, "dtypes", _sums, asks_more=True),)
+CHECKS = (Check(check_half_precision_accumulates_in_float32, "dtypes", _sums, asks_more=True),)

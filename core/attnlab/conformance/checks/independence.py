@@ -124,7 +124,7 @@ def _constants(made: torch.nn.Module) -> dict[str, Any]:
     return constants
 
 
-def check_modes_agree(variant: Any, case: Case) -> None:
+def check_train_and_eval_modes_agree(variant: Any, case: Case) -> None:
     """train and eval, with and without gradients, inference mode: one answer (without dropout)."""
     inputs, compare = drawn(case, variant)
     was = variant.training
@@ -158,7 +158,7 @@ def check_modes_agree(variant: Any, case: Case) -> None:
         compare.same_gradients(slopes[True], slopes[False], "that in eval mode (this is train)", advice)
 
 
-def check_repetition_gives_the_same_bits(variant: Any, case: Case) -> None:
+def check_determinism(variant: Any, case: Case) -> None:
     """Where claimed: the same inputs give the same bits, forward and backward."""
     inputs, compare = drawn(case, variant)
     if variant.capabilities.backward:
@@ -172,7 +172,7 @@ def check_repetition_gives_the_same_bits(variant: Any, case: Case) -> None:
         compare.demand(bool(torch.equal(a, b)), f"{what} differs between two identical calls", advice)
 
 
-def check_earlier_calls_leave_no_trace(variant: Any, case: Case) -> None:
+def check_calls_are_independent(variant: Any, case: Case) -> None:
     """A call gives what a fresh copy gives, after calls of other lengths, contents and dtypes, and on tensors written anew."""
     first = draw(case, variant)
     second = draw(replace(case, seed=case.seed + 21), variant)
@@ -289,7 +289,7 @@ CHECKS = (
     Check(check_batch_items_are_bitwise_independent, "independence", _batches, claims=("batch_invariant",)),
     Check(check_heads_are_independent, "independence", _heads, random_too=True),
     Check(check_grouped_heads_equal_repeated_heads, "independence", _groups),
-    Check(check_modes_agree, "independence", _modes, random_too=True),
-    Check(check_repetition_gives_the_same_bits, "independence", _repeated, claims=("deterministic",)),
-    Check(check_earlier_calls_leave_no_trace, "independence", _modes, random_too=True),
+    Check(check_train_and_eval_modes_agree, "independence", _modes, random_too=True),
+    Check(check_determinism, "independence", _repeated, claims=("deterministic",)),
+    Check(check_calls_are_independent, "independence", _modes, random_too=True),
 )

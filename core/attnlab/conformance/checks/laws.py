@@ -18,7 +18,7 @@ from attnlab.conformance.oracle.inputs import Inputs, attended, define, draw, re
 from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 
-def check_permuting_keys_changes_nothing(variant: Any, case: Case) -> None:
+def check_key_permutation_invariance(variant: Any, case: Case) -> None:
     """Keys, values and their key mask in another order give the same output."""
     inputs, compare = drawn(case, variant)
     order = torch.randperm(case.key_length, generator=torch.Generator().manual_seed(4)).to(case.device)
@@ -29,7 +29,7 @@ def check_permuting_keys_changes_nothing(variant: Any, case: Case) -> None:
     _agree(compare, moved, "the call with keys in their first order", advice)
 
 
-def check_permuting_queries_permutes_outputs(variant: Any, case: Case) -> None:
+def check_query_permutation_equivariance(variant: Any, case: Case) -> None:
     """Queries in another order give the outputs in that order."""
     inputs, compare = drawn(case, variant)
     order = torch.randperm(case.query_length, generator=torch.Generator().manual_seed(5)).to(case.device)
@@ -48,7 +48,7 @@ def check_linear_in_value(variant: Any, case: Case) -> None:
     _agree(compare, mixed, "2 out(v) + 3 out(w)", advice, expected)
 
 
-def check_equal_values_come_through(variant: Any, case: Case) -> None:
+def check_equal_values_are_returned(variant: Any, case: Case) -> None:
     """Where every value is the same vector, a normalised mean of them is that vector."""
     no_null_slot(variant)
     inputs, compare = drawn(case, variant)
@@ -60,7 +60,7 @@ def check_equal_values_come_through(variant: Any, case: Case) -> None:
     _agree(compare, inputs.with_tensors(value=same), "the value that all keys carry", advice, expected)
 
 
-def check_one_visible_key_copies_its_value(variant: Any, case: Case) -> None:
+def check_a_single_visible_key_returns_its_value(variant: Any, case: Case) -> None:
     """A query that sees one key returns that key's value."""
     no_null_slot(variant)
     inputs, compare = drawn(case, variant)
@@ -75,7 +75,7 @@ def check_one_visible_key_copies_its_value(variant: Any, case: Case) -> None:
     _agree(compare, alone, f"the value of key {chosen}, the only one present", advice, expected)
 
 
-def check_duplicated_keys_change_nothing(variant: Any, case: Case) -> None:
+def check_duplicated_keys_change_no_output(variant: Any, case: Case) -> None:
     """Every key and value twice gives the same normalised mean."""
     no_null_slot(variant)
     inputs, compare = drawn(case, variant)
@@ -96,7 +96,7 @@ def check_scale_zero_gives_the_mean(variant: Any, case: Case) -> None:
     _agree(Comparer(variant, inputs), inputs, "the mean of the visible values", advice, expected)
 
 
-def check_the_default_scale_is_the_one_in_use(variant: Any, case: Case) -> None:
+def check_default_scale_is_used(variant: Any, case: Case) -> None:
     """`scale=default_scale()` changes nothing: what the variant tells adapters is what it does."""
     default = variant.default_scale()
     if default is None:
@@ -116,7 +116,7 @@ def check_packed_sequences_equal_separate_ones(variant: Any, case: Case) -> None
     _agree(compare, inputs.with_tensors(segments=(ids, ids)), SEPARATELY, advice, _halves(variant, inputs))
 
 
-def check_a_sequence_may_begin_anywhere(variant: Any, case: Case) -> None:
+def check_shift_invariance(variant: Any, case: Case) -> None:
     """Where `shift_invariant` is claimed: two sequences in one row, told apart by a mask alone, give what each gives alone."""
     if variant.capabilities.position_free or not variant.shift_invariant:
         raise NotApplicable("it claims no shift_invariant beside positions that it reads")
@@ -203,14 +203,18 @@ _HIDING = _plain("causal", "mask", "key_mask_left", "window", "gqa")
 _SCALED = _plain("gqa", "value_dim", needs=("scale",))
 CHECKS = (
     _law(check_null_key_takes_weight, _plain(), "null_key", random_too=True),
-    _law(check_permuting_keys_changes_nothing, _SHORT, "position_free"),
-    _law(check_permuting_queries_permutes_outputs, _SHORT, "position_free"),
+    _law(check_key_permutation_invariance, _SHORT, "position_free"),
+    _law(check_query_permutation_equivariance, _SHORT, "position_free"),
     _law(check_linear_in_value, _plain("causal", "gqa"), "linear_in_value", random_too=True),
-    _law(check_equal_values_come_through, _HIDING, "normalised", random_too=True),
-    _law(check_one_visible_key_copies_its_value, _plain("gqa", needs=("key_mask",)), "normalised", random_too=True),
-    _law(check_duplicated_keys_change_nothing, _plain("gqa", needs=("cross_lengths",)), "normalised", "position_free"),
-    _law(check_the_default_scale_is_the_one_in_use, _SCALED, random_too=True),
+    _law(check_equal_values_are_returned, _HIDING, "normalised", random_too=True),
+    _law(
+        check_a_single_visible_key_returns_its_value, _plain("gqa", needs=("key_mask",)), "normalised", random_too=True
+    ),
+    _law(
+        check_duplicated_keys_change_no_output, _plain("gqa", needs=("cross_lengths",)), "normalised", "position_free"
+    ),
+    _law(check_default_scale_is_used, _SCALED, random_too=True),
     _law(check_scale_zero_gives_the_mean, _softmax, "normalised"),
     _law(check_packed_sequences_equal_separate_ones, _plain("causal", needs=("segments",))),
-    _law(check_a_sequence_may_begin_anywhere, _plain("causal", needs=("mask",))),
+    _law(check_shift_invariance, _plain("causal", needs=("mask",))),
 )

@@ -47,7 +47,7 @@ def check_hidden_nonfinite_pairs_are_isolated(variant: Any, case: Case) -> None:
             _compare_blind_rows(Comparer(variant, inputs), changed, hidden, str(content), infected=mask is None)
 
 
-def check_the_future_leaves_the_past(variant: Any, case: Case) -> None:
+def check_causality(variant: Any, case: Case) -> None:
     """With causal, other keys, values and queries from the middle on leave every earlier row as it was."""
     inputs, compare = drawn(case, variant)
     t = case.query_length // 2
@@ -62,14 +62,14 @@ def check_the_future_leaves_the_past(variant: Any, case: Case) -> None:
     )
 
 
-def check_ways_to_state_a_mask_agree(variant: Any, case: Case) -> None:
+def check_mask_arguments_and_mask_object_agree(variant: Any, case: Case) -> None:
     """The same rule as a loose argument and as an `AttentionMask` gives the same output."""
     inputs, compare = drawn(case, variant)
     loose, whole = inputs.out(variant), inputs.with_mask_object().out(variant)
     compare.same(whole, loose, "the same rule given as loose arguments", "Read visibility from call.visibility only")
 
 
-def check_absent_keys_equal_removed_keys(variant: Any, case: Case) -> None:
+def check_padded_keys_equal_removed_keys(variant: Any, case: Case) -> None:
     """Keys out of `key_mask` on the right give the same output as keys that are left out of the call."""
     inputs, compare = drawn(case, variant)
     n = case.key_length - 3
@@ -222,7 +222,7 @@ def _hiding_finite(scope: Scope) -> Iterable[Case]:
 CHECKS = (
     Check(check_hidden_pairs_have_no_influence, "masks", _hiding_finite, random_too=True),
     Check(check_hidden_nonfinite_pairs_are_isolated, "masks", _hiding, claims=("isolates_nonfinite",), random_too=True),
-    Check(check_the_future_leaves_the_past, "masks", _causal, random_too=True),
-    Check(check_ways_to_state_a_mask_agree, "masks", _stated, random_too=True),
-    Check(check_absent_keys_equal_removed_keys, "masks", _removal),
+    Check(check_causality, "masks", _causal, random_too=True),
+    Check(check_mask_arguments_and_mask_object_agree, "masks", _stated, random_too=True),
+    Check(check_padded_keys_equal_removed_keys, "masks", _removal),
 )

@@ -20,7 +20,7 @@ GROWTH = 2.5
 """The most that a doubled length may add: linear growth doubles; a tile or chunk that is not yet full may round up, a quarter more."""
 
 
-def check_largest_intermediate_grows_linearly(variant: Any, case: Case) -> None:
+def check_linear_memory_of_intermediates(variant: Any, case: Case) -> None:
     """Where claimed: no tensor made on the way, forward or backward, grows faster than the length."""
     recording = variant.capabilities.backward
 
@@ -36,7 +36,7 @@ def check_largest_intermediate_grows_linearly(variant: Any, case: Case) -> None:
     _demand_growth(variant, case, largest, "the largest intermediate grows", "never hold all pairs at once")
 
 
-def check_memory_kept_for_backward_grows_linearly(variant: Any, case: Case) -> None:
+def check_linear_memory_saved_for_backward(variant: Any, case: Case) -> None:
     """Where claimed: what autograd keeps between forward and backward, all told, grows no faster than the length."""
 
     def saved(inputs: Inputs) -> int:
@@ -87,6 +87,6 @@ _LINEAR: dict[str, Any] = {"claims": ("linear_memory",), "asks_more": True, "slo
 
 
 CHECKS = (
-    Check(check_largest_intermediate_grows_linearly, "memory", _long(), **_LINEAR),
-    Check(check_memory_kept_for_backward_grows_linearly, "memory", _long("backward"), **_LINEAR),
+    Check(check_linear_memory_of_intermediates, "memory", _long(), **_LINEAR),
+    Check(check_linear_memory_saved_for_backward, "memory", _long("backward"), **_LINEAR),
 )

@@ -80,7 +80,7 @@ def _with_dead_rows(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
     return inputs, dead
 
 
-def check_absent_slots_reach_no_output(variant: Any, case: Case) -> None:
+def check_padding_does_not_affect_outputs(variant: Any, case: Case) -> None:
     """NaN, Inf and 1e30 in padding change neither out nor, where declared, weights and lse."""
     inputs = long_inputs(variant, case)
     compare, features = Comparer(variant, inputs), _extra_outputs(variant)
@@ -93,7 +93,7 @@ def check_absent_slots_reach_no_output(variant: Any, case: Case) -> None:
                 compare.same(getattr(dirty, what), getattr(clean, what), versus, ADVICE, what)
 
 
-def check_absent_slots_reach_no_gradient(variant: Any, case: Case) -> None:
+def check_padding_receives_no_gradient(variant: Any, case: Case) -> None:
     """NaN, Inf and 1e30 in padding change no gradient, and their own gradient is exactly 0."""
     inputs = long_inputs(variant, case)
     compare, direction = Comparer(variant, inputs), direction_for(inputs)
@@ -165,6 +165,6 @@ def _backward(cases: Callable[[Scope], Iterable[Case]]) -> Callable[[Scope], Ite
 CHECKS = (
     Check(check_dead_rows_are_zero, "dead rows", _dead, asks_more=True, random_too=True),
     Check(check_dead_rows_receive_no_gradient, "dead rows", _backward(_dead), random_too=True),
-    Check(check_absent_slots_reach_no_output, "absent slots", _padded, asks_more=True, random_too=True),
-    Check(check_absent_slots_reach_no_gradient, "absent slots", _backward(_padded), random_too=True),
+    Check(check_padding_does_not_affect_outputs, "absent slots", _padded, asks_more=True, random_too=True),
+    Check(check_padding_receives_no_gradient, "absent slots", _backward(_padded), random_too=True),
 )

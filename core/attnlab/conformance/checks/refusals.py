@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def check_refuses_what_it_does_not_declare(variant: Any, case: Case) -> None:
+def check_undeclared_features_are_refused(variant: Any, case: Case) -> None:
     """A request for an undeclared askable raises `UnsupportedRequest` with a reason that names it."""
     inputs = draw(case, variant)
     with torch.enable_grad():
@@ -250,6 +250,6 @@ def _plain(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_refuses_what_it_does_not_declare, "refusals", _undeclared, random_too=True),
+    Check(check_undeclared_features_are_refused, "refusals", _undeclared, random_too=True),
     Check(check_bad_inputs_are_invalid, "refusals", _plain, random_too=True),
 )

@@ -22,7 +22,7 @@ from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.conformance.running.subject import like
 
 
-def check_the_default_dtype_does_not_matter(variant: Any, case: Case) -> None:
+def check_default_dtype_does_not_matter(variant: Any, case: Case) -> None:
     """Called, and made, under another default dtype, it gives the same output in the same dtypes."""
     inputs, compare = drawn(case, variant)
     have = variant.capabilities
@@ -61,7 +61,7 @@ def check_the_default_dtype_does_not_matter(variant: Any, case: Case) -> None:
         compare.same(got, right, f"that under the usual settings (this is {way})", advice, what)
 
 
-def check_settings_change_nothing(variant: Any, case: Case) -> None:
+def check_anomaly_mode_and_matmul_precision_do_not_matter(variant: Any, case: Case) -> None:
     """Anomaly mode and a lower precision of float32 products that this device does not heed change no output and no gradient."""
     inputs, compare = drawn(case, variant)
     expected = differentiated(variant, inputs)
@@ -118,7 +118,7 @@ def check_deterministic_mode_is_honoured(variant: Any, case: Case) -> None:
             )
 
 
-def check_calls_leave_settings_alone(variant: Any, case: Case) -> None:
+def check_calls_do_not_change_global_settings(variant: Any, case: Case) -> None:
     """Making one, calls, failing ones too, and a backward leave process-wide settings as they were, and generators unseeded."""
     inputs, compare = drawn(case, variant)
     precision = torch.get_float32_matmul_precision()
@@ -225,8 +225,8 @@ def _plain(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_the_default_dtype_does_not_matter, "settings", _dtypes, asks_more=True),
-    Check(check_settings_change_nothing, "settings", _recorded, random_too=True),
+    Check(check_default_dtype_does_not_matter, "settings", _dtypes, asks_more=True),
+    Check(check_anomaly_mode_and_matmul_precision_do_not_matter, "settings", _recorded, random_too=True),
     Check(check_deterministic_mode_is_honoured, "settings", _repeated, random_too=True),
-    Check(check_calls_leave_settings_alone, "settings", _plain, random_too=True),
+    Check(check_calls_do_not_change_global_settings, "settings", _plain, random_too=True),
 )

@@ -41,7 +41,7 @@ def check_any_size_agrees_with_definition(variant: Any, case: Case) -> None:
     compare.defined(inputs.out(variant), ADVICE_SIZES)
 
 
-def check_any_size_has_right_gradients(variant: Any, case: Case) -> None:
+def check_any_size_gradients_match_definition(variant: Any, case: Case) -> None:
     """Gradients at those sizes equal the definition's."""
     inputs, compare = drawn(case, variant)
     direction = direction_for(inputs)
@@ -49,7 +49,7 @@ def check_any_size_has_right_gradients(variant: Any, case: Case) -> None:
     compare.close_gradients(gradients(variant, inputs, direction)[1], exact, ADVICE_SIZES)
 
 
-def check_large_batches_are_served_whole(variant: Any, case: Case) -> None:
+def check_large_batches_equal_small_batches(variant: Any, case: Case) -> None:
     """Of a batch whose rows times heads pass 2^16, samples give what they give in a small one, forward and gradient."""
     inputs, compare = drawn(case, variant)
     last, wrap = case.batch - 1, 65535 // case.num_heads  # the row where batch times heads passes 2^16
@@ -86,7 +86,7 @@ def _require_affordable(variant: Any, some: Inputs, fewer: Inputs, batch: int) -
         )
 
 
-def check_elements_far_apart_are_found(variant: Any, case: Case) -> None:
+def check_offsets_beyond_32_bits(variant: Any, case: Case) -> None:
     """query, key and value with strides whose offsets pass 2^31 elements give what contiguous copies give."""
     inputs, compare = drawn(case, variant)
     expected = inputs.out(variant)
@@ -246,7 +246,7 @@ def _far(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_any_size_agrees_with_definition, "sizes", _sizes),
-    Check(check_any_size_has_right_gradients, "sizes", _gradient_sizes),
-    Check(check_large_batches_are_served_whole, "sizes", _batches, slow=True),
-    Check(check_elements_far_apart_are_found, "sizes", _far),
+    Check(check_any_size_gradients_match_definition, "sizes", _gradient_sizes),
+    Check(check_large_batches_equal_small_batches, "sizes", _batches, slow=True),
+    Check(check_offsets_beyond_32_bits, "sizes", _far),
 )

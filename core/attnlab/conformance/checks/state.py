@@ -35,7 +35,7 @@ EVERY_WAY = (("causal",), ("causal", "key_mask_left"), ("causal", "segments"))
 """Cases that are fed in every way that there is."""
 
 
-def check_chunks_equal_the_whole(variant: Any, case: Case) -> None:
+def check_chunked_decoding_equals_full_attention(variant: Any, case: Case) -> None:
     """Fed one by one, in chunks, at once or with empty chunks between, the outputs equal the definition's of the whole."""
     inputs, compare = drawn(case, variant)
     known: list[tuple[Tensor, tuple[Tensor, Bound, str]]] = []
@@ -51,7 +51,7 @@ def check_chunks_equal_the_whole(variant: Any, case: Case) -> None:
         compare.close(got, exact, limit, f"{name} (fed {words}, capacity {capacity})", ADVICE)
 
 
-def check_long_runs_split_anywhere(variant: Any, case: Case) -> None:
+def check_long_sequences_may_be_split_anywhere(variant: Any, case: Case) -> None:
     """Splits beside and on the sizes of usual blocks (64, 128, 512), and one by one past every growth of a store."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -133,7 +133,7 @@ PROMPT = 3
 RECORDING_ADVICE = "Write into a store only where no graph holds it: while autograd records, concatenate"
 
 
-def check_recorded_and_unrecorded_steps_mix(variant: Any, case: Case) -> None:
+def check_steps_with_and_without_autograd_mix(variant: Any, case: Case) -> None:
     """A prompt that autograd records and steps that it does not, and the other way round: outputs and gradients hold."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -276,8 +276,8 @@ def _recorded(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_chunks_equal_the_whole, "state", _whole),
-    Check(check_long_runs_split_anywhere, "state", _long),
+    Check(check_chunked_decoding_equals_full_attention, "state", _whole),
+    Check(check_long_sequences_may_be_split_anywhere, "state", _long),
     Check(check_state_gradients_match_definition, "state", _gradient),
-    Check(check_recorded_and_unrecorded_steps_mix, "state", _recorded),
+    Check(check_steps_with_and_without_autograd_mix, "state", _recorded),
 )

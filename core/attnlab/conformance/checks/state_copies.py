@@ -25,7 +25,7 @@ CUT = 3
 """Tokens that a state holds before something is done to it."""
 
 
-def check_clones_fork(variant: Any, case: Case) -> None:
+def check_copied_states_are_independent(variant: Any, case: Case) -> None:
     """clone(), deepcopy, pickle and torch.save give a state that continues alone and leaves its origin as it was."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -59,7 +59,7 @@ def check_clones_fork(variant: Any, case: Case) -> None:
         compare.same(torch.cat([first.out, rest.out], dim=2), expected, versus, advice)
 
 
-def check_copies_carry_gradients(variant: Any, case: Case) -> None:
+def check_copied_states_carry_gradients(variant: Any, case: Case) -> None:
     """While autograd records, gradients of later steps reach the tokens before a clone(), reorder() or crop()."""
     inputs, compare = drawn(case, variant)
     direction = direction_for(inputs)
@@ -115,7 +115,7 @@ def check_states_reorder(variant: Any, case: Case) -> None:
         )
 
 
-def check_cropped_states_forget(variant: Any, case: Case) -> None:
+def check_cropped_states_equal_shorter_states(variant: Any, case: Case) -> None:
     """crop(n) gives the state after the first n tokens; a length that it never had is `InvalidInput`."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -156,7 +156,7 @@ def check_cropped_states_forget(variant: Any, case: Case) -> None:
         )
 
 
-def check_copies_of_cropped_states_continue(variant: Any, case: Case) -> None:
+def check_cropped_states_may_be_copied(variant: Any, case: Case) -> None:
     """A state that is copied, saved, moved or reordered after a crop continues from the length that is left."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -274,10 +274,10 @@ def _recorded(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_clones_fork, "state", _simple),
-    Check(check_copies_carry_gradients, "state", _recorded),
+    Check(check_copied_states_are_independent, "state", _simple),
+    Check(check_copied_states_carry_gradients, "state", _recorded),
     Check(check_states_reorder, "state", _three_rows),
-    Check(check_cropped_states_forget, "state", _simple),
-    Check(check_copies_of_cropped_states_continue, "state", _one),
+    Check(check_cropped_states_equal_shorter_states, "state", _simple),
+    Check(check_cropped_states_may_be_copied, "state", _one),
     Check(check_states_own_their_memory, "state", _simple),
 )

@@ -27,7 +27,7 @@ class Interrupted(Exception):
     """Raised by a caller's function in the middle of a call."""
 
 
-def check_a_consumed_state_raises(variant: Any, case: Case) -> None:
+def check_used_states_are_refused(variant: Any, case: Case) -> None:
     """A state that was handed to a call, even to one without tokens or without queries, cannot be used again."""
     inputs, compare = drawn(case, variant)
     for words, queries, keys in (
@@ -71,7 +71,7 @@ def check_failed_calls_leave_the_state_usable(variant: Any, case: Case) -> None:
             compare.same(got, expected, f"the run without the call that failed ({words})", advice)
 
 
-def check_misfit_states_are_refused(variant: Any, case: Case) -> None:
+def check_mismatched_states_are_refused(variant: Any, case: Case) -> None:
     """A state for another batch, other heads or widths, another kind or another dtype raises `InvalidInput`."""
     inputs, compare = drawn(case, variant)
     raising = "State.check raises InvalidInput; name the state's class in state_type"
@@ -116,7 +116,7 @@ def check_states_of_another_dtype_change_no_result(variant: Any, case: Case) -> 
         compare.close(got, exact, limit, f"{name} (through a state made for {dtype})", advice)
 
 
-def check_a_full_state_says_so(variant: Any, case: Case) -> None:
+def check_full_states_grow_or_raise(variant: Any, case: Case) -> None:
     """Tokens beyond a capacity raise, leaving the state usable, or make it grow; none is dropped in silence."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -233,9 +233,9 @@ def _dtypes(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_a_consumed_state_raises, "state", _simple, random_too=True),
+    Check(check_used_states_are_refused, "state", _simple, random_too=True),
     Check(check_failed_calls_leave_the_state_usable, "state", _simple),
-    Check(check_misfit_states_are_refused, "state", _sizes, random_too=True),
+    Check(check_mismatched_states_are_refused, "state", _sizes, random_too=True),
     Check(check_states_of_another_dtype_change_no_result, "state", _dtypes),
-    Check(check_a_full_state_says_so, "state", _simple),
+    Check(check_full_states_grow_or_raise, "state", _simple),
 )

@@ -19,7 +19,7 @@ FIRST_OR_SECOND = ((True, False, False), (False, True, False))
 """Which of three steps an argument is given with."""
 
 
-def check_masks_may_come_and_go(variant: Any, case: Case) -> None:
+def check_key_mask_may_be_given_for_some_steps(variant: Any, case: Case) -> None:
     """A key_mask given with some steps only: tokens that came without one are present, padding stays padding."""
     inputs, compare = drawn(case, variant)
     n, key_mask = case.query_length, inputs.arguments["key_mask"]
@@ -38,7 +38,7 @@ def check_masks_may_come_and_go(variant: Any, case: Case) -> None:
         compare.close(torch.cat(parts, dim=2), exact, limit, f"{name} (key_mask given with {words} only)", advice)
 
 
-def check_arguments_hold_for_their_step(variant: Any, case: Case) -> None:
+def check_arguments_apply_to_their_step_alone(variant: Any, case: Case) -> None:
     """A window, mask, bias, scale ... given with some steps only: those steps heed it, and it leaves no trace in the state."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -87,7 +87,7 @@ def check_batch_items_decode_independently(variant: Any, case: Case) -> None:
             compare.same(together[b : b + 1], alone, f"item {b} decoded alone", advice)
 
 
-def check_absent_slots_reach_no_state(variant: Any, case: Case) -> None:
+def check_padding_does_not_affect_states(variant: Any, case: Case) -> None:
     """NaN, Inf and 1e30 in the padding of one step change no later step, nor (where declared) any gradient."""
     inputs, compare = drawn(case, variant)
     n = case.query_length
@@ -138,9 +138,9 @@ def _padded(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_masks_may_come_and_go, "state", _come_and_go),
-    Check(check_arguments_hold_for_their_step, "state", _passing),
+    Check(check_key_mask_may_be_given_for_some_steps, "state", _come_and_go),
+    Check(check_arguments_apply_to_their_step_alone, "state", _passing),
     Check(check_steps_return_weights_and_lse, "state", _with_weights),
     Check(check_batch_items_decode_independently, "state", _items),
-    Check(check_absent_slots_reach_no_state, "state", _padded),
+    Check(check_padding_does_not_affect_states, "state", _padded),
 )

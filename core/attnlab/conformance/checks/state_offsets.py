@@ -66,7 +66,7 @@ def check_offsets_count_from_the_first_token(variant: Any, case: Case) -> None:
         compare.close(got, exact, limit, f"{name} (tokens stand at their index + {offset})", advice)
 
 
-def check_queries_and_keys_may_come_apart(variant: Any, case: Case) -> None:
+def check_queries_and_keys_of_a_step_may_differ(variant: Any, case: Case) -> None:
     """Keys without queries are remembered, queries without new keys are answered, and one call may hold more of either."""
     inputs, compare = drawn(case, variant)
     whole = inputs.visible()
@@ -92,7 +92,7 @@ def check_queries_and_keys_may_come_apart(variant: Any, case: Case) -> None:
             compare.close(answer.out, exact[:, :, rows], limit, versus, advice)
 
 
-def check_bottom_right_counts_what_is_valid(variant: Any, case: Case) -> None:
+def check_bottom_right_counts_valid_tokens(variant: Any, case: Case) -> None:
     """With a state, offset="bottom_right" and lengths, the last valid query stands at the last valid key."""
     inputs, compare = drawn(case, variant)
     n, past = case.query_length, 3
@@ -133,6 +133,6 @@ def _valid(scope: Scope) -> Iterable[Case]:
 
 CHECKS = (
     Check(check_offsets_count_from_the_first_token, "state", _offset_cases),
-    Check(check_queries_and_keys_may_come_apart, "state", _apart_cases),
-    Check(check_bottom_right_counts_what_is_valid, "state", _valid),
+    Check(check_queries_and_keys_of_a_step_may_differ, "state", _apart_cases),
+    Check(check_bottom_right_counts_valid_tokens, "state", _valid),
 )

@@ -36,7 +36,7 @@ ADVICE = (
 )
 
 
-def check_threads_share_an_instance(variant: Any, case: Case) -> None:
+def check_concurrent_calls_are_independent(variant: Any, case: Case) -> None:
     """Two calls at once on one instance, with other lengths, masks and contents, give what each gives alone."""
     own = draw(case, variant)
     backward = variant.capabilities.backward and "state" not in case.needs
@@ -57,7 +57,7 @@ def check_threads_share_an_instance(variant: Any, case: Case) -> None:
             compare.same_answer(got, expected, "the call alone (this is beside another)", ADVICE)
 
 
-def check_overlapping_calls_keep_their_own(variant: Any, case: Case) -> None:
+def check_overlapping_backwards_are_independent(variant: Any, case: Case) -> None:
     """Two forwards before either backward, and a backward run twice, give the gradients of each call alone."""
     inputs = [draw(case, variant), draw(replace(case, seed=case.seed + 13), variant)]
     alone = []
@@ -73,7 +73,7 @@ def check_overlapping_calls_keep_their_own(variant: Any, case: Case) -> None:
             Comparer(variant, inputs[i]).same_gradients(got, alone[i], versus, advice)
 
 
-def check_the_number_of_threads_does_not_matter(variant: Any, case: Case) -> None:
+def check_number_of_threads_does_not_matter(variant: Any, case: Case) -> None:
     """With 1, 2, 3 and 5 threads of torch's own the output is the same within rounding."""
     inputs, compare = drawn(case, variant)
     inputs.seeded_out(variant)
@@ -230,7 +230,7 @@ def _counted(scope: Scope) -> Iterable[Case]:
 
 
 CHECKS = (
-    Check(check_threads_share_an_instance, "threads", _shared),
-    Check(check_overlapping_calls_keep_their_own, "threads", _overlapping, random_too=True),
-    Check(check_the_number_of_threads_does_not_matter, "threads", _counted),
+    Check(check_concurrent_calls_are_independent, "threads", _shared),
+    Check(check_overlapping_backwards_are_independent, "threads", _overlapping, random_too=True),
+    Check(check_number_of_threads_does_not_matter, "threads", _counted),
 )

@@ -74,7 +74,7 @@ def check_functional_gradients_agree(variant: Any, case: Case) -> None:
     compare.same_answer((out, {**by_input, **by_parameter}), expected, "autograd's", advice)
 
 
-def check_a_mapped_axis_equals_a_loop(variant: Any, case: Case) -> None:
+def check_vmap_equals_a_loop(variant: Any, case: Case) -> None:
     """torch.func.vmap over one more axis, wherever it lies and whoever has it, gives what a loop over it gives."""
     inputs, compare = drawn(case, variant)
     inputs.seeded_out(variant)  # what is refused is refused here
@@ -144,5 +144,5 @@ def _mapped(scope: Scope) -> Iterable[Case]:
 CHECKS = (
     Check(check_parameters_are_read_at_each_call, "transforms", _with_parameters, random_too=True),
     Check(check_functional_gradients_agree, "transforms", _gradients, random_too=True, slow=True),
-    Check(check_a_mapped_axis_equals_a_loop, "transforms", _mapped),
+    Check(check_vmap_equals_a_loop, "transforms", _mapped),
 )

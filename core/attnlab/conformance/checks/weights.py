@@ -68,7 +68,7 @@ def check_lse_matches_definition(variant: Any, case: Case) -> None:
     compare.close(got, exact, limit, "the float64 definition's lse", advice, what="lse")
 
 
-def check_asking_for_more_changes_nothing(variant: Any, case: Case) -> None:
+def check_requesting_weights_or_lse_changes_no_output(variant: Any, case: Case) -> None:
     """out is the same whether weights and lse are requested or not."""
     inputs, compare = drawn(case, variant)
     features = [f"need_{what}" for what in ("weights", "lse") if getattr(variant.capabilities, what)]
@@ -226,7 +226,7 @@ CHECKS = (
     Check(check_weights_match_definition, "weights", _cases("weights")),
     Check(check_weights_of_a_row_sum_to_one, "weights", _sums, claims=("normalised",), random_too=True),
     Check(check_lse_matches_definition, "weights", _cases("lse")),
-    Check(check_asking_for_more_changes_nothing, "weights", _cases(), asks_more=True),
+    Check(check_requesting_weights_or_lse_changes_no_output, "weights", _cases(), asks_more=True),
     Check(check_out_is_weights_times_value, "weights", _mixing, claims=("linear_in_value",), random_too=True),
     Check(check_gradients_flow_through_weights, "weights", _through),
     Check(check_gradients_flow_through_lse, "weights", _lse),

@@ -29,8 +29,8 @@ def hidden_scores(scores: Tensor, call: Call) -> Tensor:
     """`scores [B, Hq, Lq, Lk]` plus the bias, -inf where the query may not see the key."""
     if call.bias is not None:
         scores = scores + call.bias.to(scores.dtype)
-    seen = call.visibility
-    return scores if seen is None else scores.masked_fill(~seen.dense(), -torch.inf)
+    visibility = call.visibility
+    return scores if visibility is None else scores.masked_fill(~visibility.dense(), -torch.inf)
 
 
 def dropped(weights: Tensor, call: Call) -> Tensor:

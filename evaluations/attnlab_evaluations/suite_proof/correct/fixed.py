@@ -69,9 +69,9 @@ class RandomSynthesizerAttention(ScoreAttention):
     def scores(self, query: Tensor, key: Tensor, *, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         table = self.R.to(accumulation_dtype(query.dtype))
         i, j = (p % self.options["places"] for p in (query_positions, key_positions))
-        found = table[:, i[..., :, None], j[..., None, :]]  # [H, tq, tk], or [H, B, tq, tk]
-        found = found.transpose(0, 1) if found.dim() == 4 else found[None]
-        return found.expand(query.shape[0], -1, -1, -1)
+        result = table[:, i[..., :, None], j[..., None, :]]  # [H, tq, tk], or [H, B, tq, tk]
+        result = result.transpose(0, 1) if result.dim() == 4 else result[None]
+        return result.expand(query.shape[0], -1, -1, -1)
 
 
 def fixed_gaussian(

@@ -46,11 +46,11 @@ class ListsAttention(Attention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         shape = (*query.shape[:3], key.shape[2])
-        seen = torch.ones(shape, dtype=torch.bool, device=query.device)
+        visible = torch.ones(shape, dtype=torch.bool, device=query.device)
         if call.visibility is not None:
-            seen = call.visibility.dense().expand(shape)
+            visible = call.visibility.dense().expand(shape)
         group = query.shape[1] // key.shape[1]
-        k, v, rows = key.tolist(), value.tolist(), seen.tolist()
+        k, v, rows = key.tolist(), value.tolist(), visible.tolist()
         out = [
             [
                 [_one_row(q, k[b][h // group], v[b][h // group], rows[b][h][i]) for i, q in enumerate(head)]
@@ -61,8 +61,8 @@ class ListsAttention(Attention):
         return AttentionOutput(torch.tensor(out, dtype=query.dtype, device=query.device))
 
 
-def _one_row(q: list[float], keys: list[list[float]], values: list[list[float]], seen: list[bool]) -> list[float]:
-    chosen = [j for j, visible in enumerate(seen) if visible]
+def _one_row(q: list[float], keys: list[list[float]], values: list[list[float]], earlier: list[bool]) -> list[float]:
+    chosen = [j for j, visible in enumerate(earlier) if visible]
     if not chosen:
         return [0.0] * len(values[0])
     s = [len(q) ** -0.5 * sum(a * b for a, b in zip(q, keys[j], strict=True)) for j in chosen]
@@ -148,9 +148,9 @@ def gated_weights(
     key, value = per_query_head(key, query.shape[1]), per_query_head(value, query.shape[1])
     query, key, value = without_absent(query, key, value, visible)
     scale = key.shape[-1] ** -0.5 if scale is None else scale
-    found = softmax_attention(query @ key.transpose(-1, -2), value, visible=visible, scale=scale, **rest)
+    result = softmax_attention(query @ key.transpose(-1, -2), value, visible=visible, scale=scale, **rest)
     gate = torch.sigmoid(torch.einsum("hd,bhid->bhi", parameters["g"], query))[..., None]
-    return {"out": gate * found["out"], "weights": gate * found["weights"], "lse": found["lse"]}
+    return {"out": gate * result["out"], "weights": gate * result["weights"], "lse": result["lse"]}
 
 
 class GatedWeightsAttention(ScoreAttention):

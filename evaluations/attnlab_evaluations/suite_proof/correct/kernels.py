@@ -87,8 +87,8 @@ def difference(
     scale = half**-0.5 if scale is None else scale
     weights = []
     for part in (slice(0, half), slice(half, 2 * half)):
-        s, seen = products(query[..., part], key[..., part], visible=visible, bias=bias, scale=scale)
-        weights.append(softmax_rows(s, seen)[0])
+        s, observed = products(query[..., part], key[..., part], visible=visible, bias=bias, scale=scale)
+        weights.append(softmax_rows(s, observed)[0])
     joined = weights[0] - torch.tanh(parameters["l"])[:, None, None] * weights[1]
     return {"out": joined @ value, "weights": joined}
 

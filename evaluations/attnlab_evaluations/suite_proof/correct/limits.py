@@ -87,8 +87,8 @@ class WindowAttention(Attention):
     )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = None if call.visibility is None else call.visibility.dense()
-        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        visibility = None if call.visibility is None else call.visibility.dense()
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visibility)
         # As kernels that keep tokens before heads return it: [B, L, H, D] in memory.
         return AttentionOutput(out.transpose(1, 2).contiguous().transpose(1, 2))
 
@@ -187,12 +187,12 @@ class ForwardOnlyAttention(Attention):
         q = q * self.gain.to(q.dtype)[:, None, None] * scale_of(self, call)
         top = q.new_full((*q.shape[:3], 1), -torch.inf)
         total, out = torch.zeros_like(top), q.new_zeros(*q.shape[:3], v.shape[3])
-        seen = None if call.visibility is None else call.visibility.dense()
+        visibility = None if call.visibility is None else call.visibility.dense()
         for start in range(0, k.shape[2], 4):
             part = slice(start, start + 4)
             s = q @ k[:, :, part].transpose(-1, -2)
-            if seen is not None:
-                s.masked_fill_(~seen[..., part], -torch.inf)
+            if visibility is not None:
+                s.masked_fill_(~visibility[..., part], -torch.inf)
             higher = torch.maximum(top, s.amax(-1, keepdim=True))
             base = higher.masked_fill(higher == -torch.inf, 0)
             p, fade = (s - base).exp_(), (top - base).exp_()

@@ -296,9 +296,9 @@ class SigmoidAttention(Attention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         q, k, v = (x[..., None, :] if x is not None else x for x in widened(query, key, value))
         k, v = k.transpose(2, 3), v.transpose(2, 3)  # [B, H, 1, Lk, D] beside q [B, H, Lq, 1, D]
-        seen = None if call.visibility is None else call.visibility.dense()[..., None]
-        if seen is not None:
-            q, k, v = (torch.where(seen, x, 0) for x in (q, k, v))  # [B, H, Lq, Lk, D]
+        visibility = None if call.visibility is None else call.visibility.dense()[..., None]
+        if visibility is not None:
+            q, k, v = (torch.where(visibility, x, 0) for x in (q, k, v))  # [B, H, Lq, Lk, D]
         scale = scale_of(self, call)
         s = hidden_scores((q * k).sum(-1) * scale, call)
         w = torch.sigmoid(s + self.b.to(s.dtype)[:, None, None])

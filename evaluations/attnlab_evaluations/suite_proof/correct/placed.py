@@ -38,8 +38,8 @@ def bucketed(
     key, value = per_query_head(key, heads), per_query_head(value, heads)
     query, key, value = without_absent(query, key, value, visible)
     steps = positions[1][:, None, :] - positions[0][:, :, None]
-    found, at = torch.unique(steps, return_inverse=True)
-    buckets = torch.tensor([_bucket(int(s), options) for s in found], device=query.device)[at]  # [B, Lq, Lk]
+    result, at = torch.unique(steps, return_inverse=True)
+    buckets = torch.tensor([_bucket(int(s), options) for s in result], device=query.device)[at]  # [B, Lq, Lk]
     added = parameters["table"][:, buckets].transpose(0, 1)
     scores = query @ key.transpose(-1, -2) + added
     scale = 1.0 if scale is None else scale

@@ -83,10 +83,10 @@ class MeanState(State):
         self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
     ) -> None:
         super().check(subject, batch, kv_heads, key_dim, value_dim, new, key)
-        wanted = (batch, kv_heads, value_dim), accumulation_dtype(key.dtype)
-        if (tuple(self.total.shape), self.total.dtype) != wanted:
+        expected = (batch, kv_heads, value_dim), accumulation_dtype(key.dtype)
+        if (tuple(self.total.shape), self.total.dtype) != expected:
             raise InvalidInput(
-                f"{subject}: the state sums {list(self.total.shape)} in {self.total.dtype} and the call needs {wanted}"
+                f"{subject}: the state sums {list(self.total.shape)} in {self.total.dtype} and the call needs {expected}"
             )
 
 
@@ -123,17 +123,17 @@ class RunningMeanAttention(Attention):
 
     @in_own_precision
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen, new, queries = call.visibility, value.shape[2], query.shape[2]
+        visible, new, queries = call.visibility, value.shape[2], query.shape[2]
         v = value.to(accumulation_dtype(value.dtype))
         here = v.new_ones(v.shape[0], new)
-        if seen is not None and seen.key_present is not None:
-            here = seen.key_present[:, -new:].to(v.dtype)
+        if visible is not None and visible.key_present is not None:
+            here = visible.key_present[:, -new:].to(v.dtype)
         total, count = v.cumsum(2), here.cumsum(1)
         if isinstance(call.state, MeanState):
             total = total + call.state.total[:, :, None]
             count = count + call.state.count[:, None]
         last = total[:, :, -1], count[:, -1]
-        if seen is None or seen.right is None:  # all of them, for every query
+        if visible is None or visible.right is None:  # all of them, for every query
             total, count = (x[..., None].expand(*x.shape, queries) for x in last)
             total = total.transpose(-1, -2)
         else:
@@ -146,14 +146,14 @@ class RunningMeanAttention(Attention):
 
     def _at_queries(self, total: Tensor, count: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Sums and counts at each query's position among the new keys; nothing before the first."""
-        seen, past = call.visibility, 0 if call.state is None else call.state.length
-        assert seen is not None
-        offset = seen.offset
+        visible, past = call.visibility, 0 if call.state is None else call.state.length
+        assert visible is not None
+        offset = visible.offset
         if past and (isinstance(offset, Tensor) or offset < past - 1):
             raise InvalidInput(
                 f"{self.name}: offset must be {past - 1} or more, as the past is summed up, got {offset}"
             )
-        at = seen.query_positions.expand(total.shape[0], -1) - past  # [B, Lq]
+        at = visible.query_positions.expand(total.shape[0], -1) - past  # [B, Lq]
         first_total = torch.zeros_like(total[:, :, :1]), torch.zeros_like(count[:, :1])
         if isinstance(call.state, MeanState):
             first_total = call.state.total[:, :, None], call.state.count[:, None]
@@ -256,14 +256,14 @@ class RingAttention(Attention):
         where = (
             torch.arange(q.shape[2], device=q.device) if call.visibility is None else call.visibility.query_positions
         )
-        seen = (places > where[..., :, None] - REACH).expand(q.shape[0], -1, -1)[:, None]  # [B, 1, Lq, held]
+        visible = (places > where[..., :, None] - REACH).expand(q.shape[0], -1, -1)[:, None]  # [B, 1, Lq, held]
         if call.visibility is not None:
             if past and (isinstance(call.visibility.offset, Tensor) or call.visibility.offset < past):
                 raise InvalidInput(f"{self.name}: keys that a query before the state's end would see are forgotten")
-            seen = seen & call.visibility.dense()[..., total - held :]
+            visible = visible & call.visibility.dense()[..., total - held :]
         scale = scale_of(self, call)
-        s = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
-        sees = seen.any(-1, keepdim=True)
+        s = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
+        sees = visible.any(-1, keepdim=True)
         p = torch.softmax(s.masked_fill(~sees, 0), -1).masked_fill(~sees, 0)
         lse = None
         if call.need_lse:

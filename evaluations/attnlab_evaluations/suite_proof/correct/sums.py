@@ -136,8 +136,8 @@ def gated_delta(
     for t in range(key.shape[2]):
         k, v = key[:, :, t, None, :], value[:, :, t, None, :]
         faded = decay[:, :, t, None, :, None] * memory
-        wanted = v - torch.einsum("bhidv,bhid->bhiv", faded, k.expand(*visible.shape[:3], -1))
-        written = faded + beta[:, :, t, None, None, None] * k[..., :, None] * wanted[..., None, :]
+        expected = v - torch.einsum("bhidv,bhid->bhiv", faded, k.expand(*visible.shape[:3], -1))
+        written = faded + beta[:, :, t, None, None, None] * k[..., :, None] * expected[..., None, :]
         memory = torch.where(visible[..., t, None, None], written, memory)
     scale = key.shape[3] ** -0.5 if scale is None else scale
     return {"out": torch.einsum("bhid,bhidv->bhiv", query, memory) * scale}
@@ -161,5 +161,5 @@ class GatedDeltaAttention(RecurrentAttention):
         decay = gates["log_decay"].exp()
         decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]  # one number, or one a coordinate
         memory = memory * decay
-        wanted = value - (key[..., None, :] @ memory)[..., 0, :]
-        return memory + gates["beta"][..., None, None] * key[..., :, None] * wanted[..., None, :]
+        expected = value - (key[..., None, :] @ memory)[..., 0, :]
+        return memory + gates["beta"][..., None, None] * key[..., :, None] * expected[..., None, :]

@@ -68,8 +68,8 @@ class TextbookAttention(Attention):
             return s
         from attnlab import Visibility
 
-        seen = call.visibility or Visibility(s.shape[0], s.shape[1], s.shape[2], s.shape[3], s.device)
-        return call.score_mod(s, *seen.indices(0, s.shape[2], 0, s.shape[3])).to(s.dtype)
+        visibility = call.visibility or Visibility(s.shape[0], s.shape[1], s.shape[2], s.shape[3], s.device)
+        return call.score_mod(s, *visibility.indices(0, s.shape[2], 0, s.shape[3])).to(s.dtype)
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
         if call.visibility is None:
@@ -98,8 +98,8 @@ class TextbookAttention(Attention):
 
     def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
         assert isinstance(call.state, CacheState)
-        seen = call.visibility
-        assert seen is not None
+        visibility = call.visibility
+        assert visibility is not None
         past = call.state.length  # a cropped state holds more
         keys = torch.cat([call.state.key[:, :, :past], key], 2)
         values = torch.cat([call.state.value[:, :, :past], value], 2)
@@ -109,8 +109,8 @@ class TextbookAttention(Attention):
             value=values,
             length=keys.shape[2],
             spent=False,
-            key_present=seen.key_present,
-            key_segments=seen.key_segments,
+            key_present=visibility.key_present,
+            key_segments=visibility.key_segments,
         )
         return keys, values, state
 

@@ -170,8 +170,8 @@ class TextbookCosine(ScoreAttention):
 
 def _distance(positions: Any) -> Tensor:
     query, key = positions
-    found: Tensor = query[:, None, :, None] - key[:, None, None, :]
-    return found
+    result: Tensor = query[:, None, :, None] - key[:, None, None, :]
+    return result
 
 
 class TextbookRelative(ScoreAttention):

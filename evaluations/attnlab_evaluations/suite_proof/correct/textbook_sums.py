@@ -109,15 +109,15 @@ class TextbookChunked(TextbookMaps):
     chunk = 16
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = call.visibility
+        visibility = call.visibility
         square = query.shape[2] == key.shape[2]
-        if seen is None or seen.right is None or call.state is not None or call.need_weights or not square:
+        if visibility is None or visibility.right is None or call.state is not None or call.need_weights or not square:
             return super().attend(query, key, value, call)
-        if isinstance(seen.offset, Tensor) or seen.offset != 0:
+        if isinstance(visibility.offset, Tensor) or visibility.offset != 0:
             return super().attend(query, key, value, call)
         group = self.num_heads // self.num_kv_heads
-        q = self._query_features(query, seen, 0, query.shape[2])
-        k, v = self._features(key, value, seen, 0, key.shape[2])
+        q = self._query_features(query, visibility, 0, query.shape[2])
+        k, v = self._features(key, value, visibility, 0, key.shape[2])
         with torch.autocast(query.device.type, enabled=False):
             out = self.scanned(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
         return AttentionOutput(out.to(query.dtype))

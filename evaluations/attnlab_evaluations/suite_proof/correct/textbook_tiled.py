@@ -34,14 +34,14 @@ class TextbookTiled(Attention):
     capabilities = replace(ScoreAttention.capabilities, score_mod=False, weights=None, state=False, linear_memory=False)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = call.visibility
-        if seen is None:
-            seen = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+        visibility = call.visibility
+        if visibility is None:
+            visibility = Visibility(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         q, k, v = (x.to(wide) for x in (query, key, value))
         bias, sinks = (None if x is None else x.to(wide) for x in (call.bias, call.sinks))
         with torch.autocast(query.device.type, enabled=False):
-            out, lse = _Tiles.apply(self, call, seen, q, k, v, bias, sinks)  # type: ignore[no-untyped-call]
+            out, lse = _Tiles.apply(self, call, visibility, q, k, v, bias, sinks)  # type: ignore[no-untyped-call]
         return AttentionOutput(out.to(query.dtype), None, lse if call.need_lse else None)
 
     # -- both ways ---------------------------------------------------------------------------------------------
@@ -52,13 +52,13 @@ class TextbookTiled(Attention):
     def expanded(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
-    def tiles(self, seen: Visibility, q0: int, keys: int) -> list[Tile]:
-        q1 = min(q0 + self.side, seen.query_length)
-        first, last = self.reach(seen, q0, q1)
+    def tiles(self, visibility: Visibility, q0: int, keys: int) -> list[Tile]:
+        q1 = min(q0 + self.side, visibility.query_length)
+        first, last = self.reach(visibility, q0, q1)
         return [Tile(q0, q1, k, min(k + self.side, last)) for k in range(first, last, self.side)]
 
-    def reach(self, seen: Visibility, q0: int, q1: int) -> tuple[int, int]:
-        return seen.key_range(q0, q1)
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        return visibility.key_range(q0, q1)
 
     def products(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return q @ k.transpose(-1, -2) * self.scale(call)
@@ -71,8 +71,8 @@ class TextbookTiled(Attention):
     def bias_part(self, bias: Tensor, t: Tile) -> Tensor:
         return cut(cut(bias, 2, t.q0, t.q1), 3, t.k0, t.k1)
 
-    def hidden(self, s: Tensor, seen: Visibility, t: Tile) -> Tensor:
-        visible = seen.tile(*t)
+    def hidden(self, s: Tensor, visibility: Visibility, t: Tile) -> Tensor:
+        visible = visibility.tile(*t)
         return s if visible is None else s.masked_fill(~visible, -torch.inf)
 
     def kept(self, p: Tensor, call: Call, seed: int, t: Tile) -> Tensor:
@@ -84,14 +84,14 @@ class TextbookTiled(Attention):
     # -- forward -----------------------------------------------------------------------------------------------
 
     def forward_row(
-        self, call: Call, seen: Visibility, tiles: list[Tile], q0: int, saved: Saved
+        self, call: Call, visibility: Visibility, tiles: list[Tile], q0: int, saved: Saved
     ) -> tuple[Tensor, Tensor]:
         q = saved.query[:, :, q0 : q0 + self.side]
         m = q.new_full((*q.shape[:3], 1), -torch.inf)
         z, n = torch.zeros_like(m), q.new_zeros(*q.shape[:3], saved.value.shape[3])
         for t in tiles:
             x = self.products(q, saved.key[:, :, t.k0 : t.k1], call)
-            s = self.hidden(self.adjusted(x, saved.bias, call, t), seen, t)
+            s = self.hidden(self.adjusted(x, saved.bias, call, t), visibility, t)
             m, z, n = self.joined(m, z, n, s, saved.value[:, :, t.k0 : t.k1], call, saved.seed, t)
         return self.finished(m, z, n, saved.sinks)
 
@@ -125,12 +125,12 @@ class TextbookTiled(Attention):
         return torch.exp(s - torch.where(lse > -torch.inf, lse, 0))
 
     def backward_tile(
-        self, call: Call, seen: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
+        self, call: Call, visibility: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
     ) -> None:
         rows, columns = slice(t.q0, t.q1), slice(t.k0, t.k1)
         q, k, v = saved.query[:, :, rows], saved.key[:, :, columns], saved.value[:, :, columns]
         x = self.products(q, k, call)
-        p = self.probabilities(self.hidden(self.adjusted(x, saved.bias, call, t), seen, t), saved.lse[:, :, rows])
+        p = self.probabilities(self.hidden(self.adjusted(x, saved.bias, call, t), visibility, t), saved.lse[:, :, rows])
         kept: Any = self.kept(p, call, saved.seed, t) if call.dropout_p else 1.0
         into.value[:, :, columns] += (p * kept).transpose(-1, -2) @ d_out[:, :, rows]
         dp = d_out[:, :, rows] @ v.transpose(-1, -2) * kept
@@ -184,7 +184,7 @@ class _Tiles(torch.autograd.Function):
         ctx: Any,
         how: TextbookTiled,
         call: Call,
-        seen: Visibility,
+        visibility: Visibility,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -195,18 +195,18 @@ class _Tiles(torch.autograd.Function):
         nothing = query.new_empty(0)
         saved = Saved(query, how.expanded(key), how.expanded(value), bias, sinks, nothing, nothing, seed)
         rows = [
-            how.forward_row(call, seen, how.tiles(seen, q0, key.shape[2]), q0, saved)
+            how.forward_row(call, visibility, how.tiles(visibility, q0, key.shape[2]), q0, saved)
             for q0 in range(0, query.shape[2], how.side)
         ]
         out, lse = torch.cat([r[0] for r in rows], 2), torch.cat([r[1] for r in rows], 2)
-        ctx.how, ctx.call, ctx.seen, ctx.seed = how, call, seen, seed
+        ctx.how, ctx.call, ctx.seen, ctx.seed = how, call, visibility, seed
         ctx.save_for_backward(query, key, value, bias, sinks, out, lse)
         return out, lse[..., 0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        how, call, seen = ctx.how, ctx.call, ctx.seen
+        how, call, visible = ctx.how, ctx.call, ctx.seen
         query, key, value, bias, sinks, out, lse = ctx.saved_tensors
         saved = Saved(query, how.expanded(key), how.expanded(value), bias, sinks, out, lse, ctx.seed)
         into = Gradients(
@@ -217,8 +217,8 @@ class _Tiles(torch.autograd.Function):
         )
         delta = how.delta(d_out, d_lse[..., None], out)
         for q0 in range(0, query.shape[2], how.side):
-            for t in how.tiles(seen, q0, key.shape[2]):
-                how.backward_tile(call, seen, t, saved, d_out, delta, into)
+            for t in how.tiles(visible, q0, key.shape[2]):
+                how.backward_tile(call, visible, t, saved, d_out, delta, into)
         d_sinks = None if sinks is None else how.sinks_gradient(sinks, lse, delta)
         return None, None, None, into.query, how.folded(into.key), how.folded(into.value), into.bias, d_sinks
 

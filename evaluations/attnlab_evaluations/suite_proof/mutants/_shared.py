@@ -48,19 +48,19 @@ class _Backward(TextbookTiled):
     """Backward's tile in two steps: its inputs, then what becomes of the gradients that one tile gives."""
 
     def backward_tile(
-        self, call: Call, seen: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
+        self, call: Call, visibility: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
     ) -> None:
         own = Gradients(*(None if x is None else torch.zeros_like(x) for x in into))  # type: ignore[arg-type]
-        call, seen, t, saved, d_out, delta = self.given(call, seen, t, saved, d_out, delta)
-        super().backward_tile(call, seen, t, saved, d_out, delta, own)
-        for total, part in zip(into, self.found(own, saved, call, t), strict=True):
+        call, visibility, t, saved, d_out, delta = self.inputs_of(call, visibility, t, saved, d_out, delta)
+        super().backward_tile(call, visibility, t, saved, d_out, delta, own)
+        for total, part in zip(into, self.gradients_of(own, saved, call, t), strict=True):
             if total is not None and part is not None:
                 total += part
 
-    def given(self, *inputs: Any) -> tuple[Any, ...]:
+    def inputs_of(self, *inputs: Any) -> tuple[Any, ...]:
         return inputs
 
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         return own
 
 

@@ -18,10 +18,10 @@ class StoredAttention(TextbookAttention):
 
     def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
         assert isinstance(call.state, CacheState)
-        seen = call.visibility
-        assert seen is not None
+        visibility = call.visibility
+        assert visibility is not None
         return call.state.append(
-            key, value, recording=self.recording(call), present=seen.key_present, segments=seen.key_segments
+            key, value, recording=self.recording(call), present=visibility.key_present, segments=visibility.key_segments
         )
 
     def recording(self, call: Call) -> bool:

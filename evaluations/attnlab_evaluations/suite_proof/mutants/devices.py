@@ -55,8 +55,8 @@ class ClaimsMeta(TextbookAttention):
 
 
 MUTANTS = (
-    Mutant(TableOnlyInTheConstructor, "made_on_meta_and_loaded", "a buffer that nothing makes again"),
-    Mutant(ReadsANumberInTheConstructor, "made_on_meta_and_loaded", "float() of a tensor in __init__"),
-    Mutant(ForgetsTheDevice, "tensors_are_made_where_query_is", "torch.ones without device="),
+    Mutant(TableOnlyInTheConstructor, "meta_initialisation_and_loading", "a buffer that nothing makes again"),
+    Mutant(ReadsANumberInTheConstructor, "meta_initialisation_and_loading", "float() of a tensor in __init__"),
+    Mutant(ForgetsTheDevice, "tensors_are_created_on_the_device_of_query", "torch.ones without device="),
     Mutant(ClaimsMeta, "runs_on_meta", "a branch on a tensor's value"),
 )

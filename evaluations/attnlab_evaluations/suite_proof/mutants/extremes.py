@@ -42,14 +42,14 @@ class WindowOfZeroIsNoWindow(TextbookAttention):
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
         visible = super().visible(call, shape, device)
-        seen = call.visibility
-        if seen is None or seen.left != 0:
+        visibility = call.visibility
+        if visibility is None or visibility.left != 0:
             return visible
-        seen.left = None
+        visibility.left = None
         try:
             return super().visible(call, shape, device)
         finally:
-            seen.left = 0
+            visibility.left = 0
 
 
 class SubtractsTheTilesMaximumWithoutLse(SubtractsTheTilesMaximum):
@@ -90,9 +90,9 @@ class LargeWindowsAreRounded(TextbookTiled):
     """A window wider than a tile is rounded up to whole tiles."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = call.visibility
-        if seen is not None and seen.left is not None and seen.left > self.side:
-            seen.left = -(-seen.left // self.side) * self.side
+        visibility = call.visibility
+        if visibility is not None and visibility.left is not None and visibility.left > self.side:
+            visibility.left = -(-visibility.left // self.side) * self.side
         return super().attend(query, key, value, call)
 
 
@@ -103,21 +103,25 @@ def _whole_tiles(tokens: int, side: int) -> int:
 class SkipsByTheFirstItemsOffset(TextbookTiled):
     """Tiles past the first item's causal bound are skipped for all."""
 
-    def reach(self, seen: Visibility, q0: int, q1: int) -> tuple[int, int]:
-        first, last = super().reach(seen, q0, q1)
-        if not isinstance(seen.offset, Tensor) or seen.right is None or seen.query_segments is not None:
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
+        if (
+            not isinstance(visibility.offset, Tensor)
+            or visibility.right is None
+            or visibility.query_segments is not None
+        ):
             return first, last
-        return first, min(last, max(first, _whole_tiles(int(seen.offset[0]) + q1 + seen.right, self.side)))
+        return first, min(last, max(first, _whole_tiles(int(visibility.offset[0]) + q1 + visibility.right, self.side)))
 
 
 class SkipsByTheFirstItemsLength(TextbookTiled):
     """Tiles past the first item's last key are skipped for all."""
 
-    def reach(self, seen: Visibility, q0: int, q1: int) -> tuple[int, int]:
-        first, last = super().reach(seen, q0, q1)
-        if seen.key_present is None or seen.query_segments is not None:
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
+        if visibility.key_present is None or visibility.query_segments is not None:
             return first, last
-        held = torch.where(seen.key_present[0], torch.arange(1, 1 + seen.key_length), 0).max()
+        held = torch.where(visibility.key_present[0], torch.arange(1, 1 + visibility.key_length), 0).max()
         return first, min(last, max(first, _whole_tiles(int(held), self.side)))
 
 
@@ -125,12 +129,12 @@ class RightWindowAloneIsCausal(TextbookAttention):
     """Without a left bound a right one is read as 0."""
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is None or seen.left is not None or seen.right is None or call.state is not None:
+        visibility = call.visibility
+        if visibility is None or visibility.left is not None or visibility.right is None or call.state is not None:
             return super().visible(call, shape, device)
-        right, seen.right = seen.right, min(seen.right, 0)
+        right, visibility.right = visibility.right, min(visibility.right, 0)
         visible = super().visible(call, shape, device)
-        seen.right = right
+        visibility.right = right
         return visible
 
 
@@ -138,8 +142,8 @@ class ClampsWhatAScoreModHides(TextbookAttention):
     """-inf from a score_mod becomes -1e4."""
 
     def modified(self, s: Tensor, call: Call) -> Tensor:
-        found = super().modified(s, call)
-        return found if call.score_mod is None else found.clamp(min=-1e4)
+        result = super().modified(s, call)
+        return result if call.score_mod is None else result.clamp(min=-1e4)
 
 
 class ReshapesWhatAScoreModReturns(TextbookAttention):
@@ -178,8 +182,8 @@ class MaximumStartsAtZero(TextbookTiled):
 class WindowStartsAtATile(TextbookTiled):
     """The first tile of a window is rounded up to the next tile border."""
 
-    def reach(self, seen: Visibility, q0: int, q1: int) -> tuple[int, int]:
-        first, last = super().reach(seen, q0, q1)
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
         return -(-first // self.side) * self.side, last
 
 
@@ -246,12 +250,12 @@ class SegmentsAreRuns(TextbookAttention):
     """Ids are turned into borders where they change: segments whose tokens take turns fall apart."""
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
+        visibility = call.visibility
         visible = super().visible(call, shape, device)
-        if seen is None or seen.query_segments is None or shape[2] != shape[3] or call.state is not None:
+        if visibility is None or visibility.query_segments is None or shape[2] != shape[3] or call.state is not None:
             return visible
-        assert seen.key_segments is not None
-        q, k = ((ids != ids.roll(1, 1)).cumsum(1) for ids in (seen.query_segments, seen.key_segments))
+        assert visibility.key_segments is not None
+        q, k = ((ids != ids.roll(1, 1)).cumsum(1) for ids in (visibility.query_segments, visibility.key_segments))
         return visible & (q[:, None, :, None] == k[:, None, None, :])
 
 
@@ -300,34 +304,44 @@ class TiesGoToTheFirst(TextbookAttention):
 
 
 MUTANTS = (
-    Mutant(FalsyScaleIsTheDefault, "agrees_at_the_ends_of_arguments", "scale=0 falls back to the default"),
-    Mutant(WindowOfZeroIsNoWindow, "agrees_at_the_ends_of_arguments", "`if left:`"),
-    Mutant(SubtractsTheTilesMaximumWithoutLse, "long_inputs_agree_by_rows", "a reference for each tile"),
-    Mutant(TakesZeroScoresForHidden, "agrees_on_special_contents", "masked_fill(s == 0)"),
-    Mutant(TakesZeroKeysForPadding, "agrees_on_special_contents", "a key of zeros is padding"),
-    Mutant(NormsAreBoundedBelow, "agrees_on_special_contents", "an epsilon beside the norm"),
-    Mutant(ExpandedSquare, "agrees_on_special_contents", "(q - k)^2 by cancelling terms"),
-    Mutant(LargeWindowsAreRounded, "agrees_at_the_ends_of_arguments", "a window wider than a tile is rounded up"),
-    Mutant(SkipsByTheFirstItemsOffset, "agrees_at_the_ends_of_arguments", "tiles are skipped by item 0's offset"),
-    Mutant(SkipsByTheFirstItemsLength, "agrees_at_the_ends_of_arguments", "tiles are skipped by item 0's length"),
-    Mutant(RightWindowAloneIsCausal, "agrees_at_the_ends_of_arguments", "(None, r) is read as (None, 0)"),
-    Mutant(ClampsWhatAScoreModHides, "agrees_at_the_ends_of_arguments", "-inf from a score_mod hides nothing"),
-    Mutant(ReshapesWhatAScoreModReturns, "agrees_at_the_ends_of_arguments", "a score_mod of positions alone"),
-    Mutant(ClampsValuesLikeHalf, "agrees_on_special_contents", "values are clamped to float16's range"),
-    Mutant(MaximumOfTheTile, "agrees_on_special_contents", "a maximum per tile overflows the sums before it"),
-    Mutant(MaximumStartsAtZero, "agrees_on_special_contents", "m = 0 where m = -inf is meant"),
-    Mutant(WindowStartsAtATile, "long_inputs_agree_by_rows", "a window's first partial tile is skipped"),
-    Mutant(EmptyTilesAreNaN, "long_inputs_agree_by_rows", "-inf - -inf where a whole tile is hidden"),
-    Mutant(SinksAreNoReference, "agrees_at_the_ends_of_arguments", "a large sink overflows"),
-    Mutant(CancellingElu, "agrees_on_special_contents", "elu + 1 cancels far below 0"),
-    Mutant(EpsilonBesideTinySums, "agrees_on_special_contents", "an epsilon that tiny features do not reach"),
-    Mutant(NormalisesKeysItself, "agrees_on_special_contents", "keys are made to unit length inside"),
-    Mutant(ClampsItsMemory, "agrees_on_special_contents", "the memory is clamped"),
-    Mutant(DecayIsBounded, "agrees_at_the_ends_of_arguments", "strong decay is cut off"),
-    Mutant(LocalPastALength, "long_inputs_agree_by_rows", "an approximation past 1024 tokens"),
-    Mutant(ClipsValues, "agrees_on_special_contents", "values are clipped"),
-    Mutant(FlushesSmallScores, "agrees_on_special_contents", "small scores are flushed"),
-    Mutant(EmptyRowsByTheirSum, "agrees_on_special_contents", "scores that sum to 0"),
-    Mutant(TiesGoToTheFirst, "agrees_on_special_contents", "argmax of equal scores"),
-    Mutant(SegmentsAreRuns, "agrees_at_the_ends_of_arguments", "segments are taken for runs"),
+    Mutant(FalsyScaleIsTheDefault, "extreme_arguments_agree_with_definition", "scale=0 falls back to the default"),
+    Mutant(WindowOfZeroIsNoWindow, "extreme_arguments_agree_with_definition", "`if left:`"),
+    Mutant(SubtractsTheTilesMaximumWithoutLse, "long_inputs_agree_with_definition", "a reference for each tile"),
+    Mutant(TakesZeroScoresForHidden, "special_contents_agree_with_definition", "masked_fill(s == 0)"),
+    Mutant(TakesZeroKeysForPadding, "special_contents_agree_with_definition", "a key of zeros is padding"),
+    Mutant(NormsAreBoundedBelow, "special_contents_agree_with_definition", "an epsilon beside the norm"),
+    Mutant(ExpandedSquare, "special_contents_agree_with_definition", "(q - k)^2 by cancelling terms"),
+    Mutant(
+        LargeWindowsAreRounded, "extreme_arguments_agree_with_definition", "a window wider than a tile is rounded up"
+    ),
+    Mutant(
+        SkipsByTheFirstItemsOffset, "extreme_arguments_agree_with_definition", "tiles are skipped by item 0's offset"
+    ),
+    Mutant(
+        SkipsByTheFirstItemsLength, "extreme_arguments_agree_with_definition", "tiles are skipped by item 0's length"
+    ),
+    Mutant(RightWindowAloneIsCausal, "extreme_arguments_agree_with_definition", "(None, r) is read as (None, 0)"),
+    Mutant(ClampsWhatAScoreModHides, "extreme_arguments_agree_with_definition", "-inf from a score_mod hides nothing"),
+    Mutant(ReshapesWhatAScoreModReturns, "extreme_arguments_agree_with_definition", "a score_mod of positions alone"),
+    Mutant(ClampsValuesLikeHalf, "special_contents_agree_with_definition", "values are clamped to float16's range"),
+    Mutant(
+        MaximumOfTheTile, "special_contents_agree_with_definition", "a maximum per tile overflows the sums before it"
+    ),
+    Mutant(MaximumStartsAtZero, "special_contents_agree_with_definition", "m = 0 where m = -inf is meant"),
+    Mutant(WindowStartsAtATile, "long_inputs_agree_with_definition", "a window's first partial tile is skipped"),
+    Mutant(EmptyTilesAreNaN, "long_inputs_agree_with_definition", "-inf - -inf where a whole tile is hidden"),
+    Mutant(SinksAreNoReference, "extreme_arguments_agree_with_definition", "a large sink overflows"),
+    Mutant(CancellingElu, "special_contents_agree_with_definition", "elu + 1 cancels far below 0"),
+    Mutant(
+        EpsilonBesideTinySums, "special_contents_agree_with_definition", "an epsilon that tiny features do not reach"
+    ),
+    Mutant(NormalisesKeysItself, "special_contents_agree_with_definition", "keys are made to unit length inside"),
+    Mutant(ClampsItsMemory, "special_contents_agree_with_definition", "the memory is clamped"),
+    Mutant(DecayIsBounded, "extreme_arguments_agree_with_definition", "strong decay is cut off"),
+    Mutant(LocalPastALength, "long_inputs_agree_with_definition", "an approximation past 1024 tokens"),
+    Mutant(ClipsValues, "special_contents_agree_with_definition", "values are clipped"),
+    Mutant(FlushesSmallScores, "special_contents_agree_with_definition", "small scores are flushed"),
+    Mutant(EmptyRowsByTheirSum, "special_contents_agree_with_definition", "scores that sum to 0"),
+    Mutant(TiesGoToTheFirst, "special_contents_agree_with_definition", "argmax of equal scores"),
+    Mutant(SegmentsAreRuns, "extreme_arguments_agree_with_definition", "segments are taken for runs"),
 )

@@ -1,4 +1,4 @@
-"""Mutants of `checks/gradients.py`: gradients that are wrong or missing. Needs torch."""
+"""Mutants that the checks in `checks/gradients.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ class DeltaOfOneNumber(_Backward):
 
 
 class QueryGradientIsNotScaled(_Backward):
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         scale = self.scale(call)
         return own._replace(query=own.query / scale) if scale else own
 
 
 class KeyGradientIsScaledTwice(_Backward):
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         return own._replace(key=own.key * self.scale(call))
 
 
 class BackwardTakesTheDefaultScale(_Backward):
     """scale= arrives in forward only."""
 
-    def given(self, call: Call, *rest: Any) -> tuple[Any, ...]:
+    def inputs_of(self, call: Call, *rest: Any) -> tuple[Any, ...]:
         other = Call(**{name: getattr(call, name) for name in Call.__slots__ if name != "scale"})
         return other, *rest
 
 
 class QueryAndKeyGradientsAreSwapped(_Backward):
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         swapped = own.query.shape == own.key.shape
         return own._replace(query=own.key, key=own.query) if swapped else own
 
@@ -88,20 +88,22 @@ class GroupIsFoldedAsTiled(_Backward):
 class BackwardForgetsTheMask(_Backward):
     """Hidden pairs take part in the recomputation: causal is a flag of the forward."""
 
-    def given(self, call: Call, seen: Visibility, *rest: Any) -> tuple[Any, ...]:
-        open_to_all = Visibility(seen.batch, seen.num_heads, seen.query_length, seen.key_length, seen.device)
+    def inputs_of(self, call: Call, visibility: Visibility, *rest: Any) -> tuple[Any, ...]:
+        open_to_all = Visibility(
+            visibility.batch, visibility.num_heads, visibility.query_length, visibility.key_length, visibility.device
+        )
         return call, open_to_all, *rest
 
 
 class BackwardForgetsTheWindow(_Backward):
-    def hidden(self, s: Tensor, seen: Visibility, t: Tile) -> Tensor:
-        if seen.left is None or not torch.is_grad_enabled() or not self.inside:
-            return super().hidden(s, seen, t)
-        left, seen.left = seen.left, None
+    def hidden(self, s: Tensor, visibility: Visibility, t: Tile) -> Tensor:
+        if visibility.left is None or not torch.is_grad_enabled() or not self.inside:
+            return super().hidden(s, visibility, t)
+        left, visibility.left = visibility.left, None
         try:
-            return super().hidden(s, seen, t)
+            return super().hidden(s, visibility, t)
         finally:
-            seen.left = left
+            visibility.left = left
 
     inside = False
 
@@ -116,13 +118,13 @@ class BackwardForgetsTheWindow(_Backward):
 class BackwardOfTheFirstRowBlock(_Backward):
     """The loop over row blocks ends with the last whole one."""
 
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         partial = t.q0 and t.q1 - t.q0 < self.side
         return Gradients(*(None if x is None else x * (not partial) for x in own))  # type: ignore[arg-type]
 
 
 class BackwardSkipsTheLastKeys(_Backward):
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         partial = t.k0 and t.k1 - t.k0 < self.side
         return own._replace(value=own.value * (not partial))
 
@@ -131,21 +133,21 @@ class LastTileOverwrites(_Backward):
     """dk of a tile is stored, not added: the last row block wins."""
 
     def backward_tile(
-        self, call: Call, seen: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
+        self, call: Call, visibility: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
     ) -> None:
         into.key[:, :, t.k0 : t.k1] = 0
-        super().backward_tile(call, seen, t, saved, d_out, delta, into)
+        super().backward_tile(call, visibility, t, saved, d_out, delta, into)
 
 
 class BiasHasNoGradient(_Backward):
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         return own._replace(bias=None)
 
 
 class BiasGradientIsAMean(_Backward):
     """Broadcast axes are averaged, not summed."""
 
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         if own.bias is None:
             return own
         full = torch.Size((*saved.query.shape[:3], saved.key.shape[2])).numel()
@@ -153,7 +155,7 @@ class BiasGradientIsAMean(_Backward):
 
 
 class BiasGradientIsScaled(_Backward):
-    def found(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
         return own if own.bias is None else own._replace(bias=own.bias * self.scale(call))
 
 
@@ -201,29 +203,29 @@ class ClipsGradients(_Backward):
 
 
 class BackwardRoundsTheWindow(TextbookTiled):
-    def backward_tile(self, call: Call, seen: Visibility, *rest: Any) -> None:
-        left = seen.left
+    def backward_tile(self, call: Call, visibility: Visibility, *rest: Any) -> None:
+        left = visibility.left
         if left is not None and left > self.side:
-            seen.left = -(-left // self.side) * self.side
-        super().backward_tile(call, seen, *rest)
-        seen.left = left
+            visibility.left = -(-left // self.side) * self.side
+        super().backward_tile(call, visibility, *rest)
+        visibility.left = left
 
 
 class BackwardOf64IgnoresScale(TextbookTiled):
     def backward_tile(
-        self, call: Call, seen: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
+        self, call: Call, visibility: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
     ) -> None:
         before = into.query.clone()
-        super().backward_tile(call, seen, t, saved, d_out, delta, into)
+        super().backward_tile(call, visibility, t, saved, d_out, delta, into)
         if self.key_dim in (64, 128) and call.scale is not None:
             into.query.copy_(before + (into.query - before) * self.key_dim**-0.5 / call.scale)
 
 
 class BackwardSkipsByTheFirstItemsLength(TextbookTiled):
-    def backward_tile(self, call: Call, seen: Visibility, t: Tile, *rest: Any) -> None:
-        present = seen.key_present
-        if present is None or seen.query_segments is not None or bool(present[0, t.k0 :].any()):
-            super().backward_tile(call, seen, t, *rest)
+    def backward_tile(self, call: Call, visibility: Visibility, t: Tile, *rest: Any) -> None:
+        present = visibility.key_present
+        if present is None or visibility.query_segments is not None or bool(present[0, t.k0 :].any()):
+            super().backward_tile(call, visibility, t, *rest)
 
 
 class RepairsWhatAScoreModHides(TextbookAttention):
@@ -356,14 +358,55 @@ class RecordingTakesAnotherWindow(TextbookTiled):
     """The path that autograd records is off by one at the window's left end, forward and backward alike."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = call.visibility
-        if not call.recording or seen is None or not seen.left:
+        visibility = call.visibility
+        if not call.recording or visibility is None or not visibility.left:
             return super().attend(query, key, value, call)
-        seen.left -= 1
+        visibility.left -= 1
         return super().attend(query, key, value, call)
 
 
-MUTANTS = (
+class TableOf1024Keys(_Backward):
+    """dK is collected in a table of 1024 rows; what lies past it is lost."""
+
+    side = 256
+
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        return own._replace(key=own.key * (t.k0 < 1024))
+
+
+class TellsTensorsApartByIdentity(TextbookAttention):
+    """query is key: self-attention, which is taken to be symmetric."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        s = super().scores(q, k, call)
+        return s.triu() + s.triu(1).transpose(-1, -2) if self.same else s
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        self.same = query is key and torch.is_grad_enabled()
+        return super().attend(query, key.detach() if self.same else key, value, call)
+
+
+class _ScoredForTheQuery(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k)
+        return q @ k.transpose(-1, -2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        q, k = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        return grad @ k, grad.transpose(-1, -2) @ q
+
+
+class NoGradientWithoutTheQuerys(TextbookAttention):
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        result: Tensor = _ScoredForTheQuery.apply(q, k)  # type: ignore[no-untyped-call]
+        return result
+
+
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(DetachedKeys, "gradients_match_definition", "keys are detached"),
     Mutant(DeltaIsMissing, "gradients_match_definition", "dS without the row's delta"),
     Mutant(DeltaOfOneNumber, "gradients_match_definition", "delta over half the width"),
@@ -408,4 +451,11 @@ MUTANTS = (
     Mutant(TruncatesItsPast, "gradients_match_definition", "the recalled part is detached"),
     Mutant(BetaHasNoGradient, "gradients_match_definition", "the gate is detached"),
     Mutant(RecordingTakesAnotherWindow, "gradients_match_definition", "another path while autograd records"),
+    Mutant(TableOf1024Keys, "long_gradients_match_definition", "dK past 1024 keys is lost"),
+    Mutant(TellsTensorsApartByIdentity, "query_key_and_value_may_be_one_tensor", "query is key"),
+    Mutant(
+        NoGradientWithoutTheQuerys,
+        "gradients_do_not_depend_on_requires_grad_of_others",
+        "needs_input_grad of the query decides for the key",
+    ),
 )

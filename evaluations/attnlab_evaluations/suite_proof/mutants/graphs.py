@@ -1,4 +1,4 @@
-"""Mutants of `checks/graphs.py`: claims of torch.compile that do not hold. Needs torch."""
+"""Mutants that the checks in `checks/graphs.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, 
 from attnlab_evaluations.suite_proof.mutants._shared import CompilingTextbook, before_validation
 
 Shape = tuple[int, int, int, int]
+
+
 Role = Literal["query", "key"]
 
 
@@ -105,7 +107,38 @@ class SwallowsWhileTracing(CompilingTextbook):
     capabilities = CompilingTextbook.capabilities.narrow(softcap="it is not part of this variant")
 
 
-MUTANTS = (
+class ExportedPathIsTopLeft(CompilingTextbook):
+    """The decomposition for exporters builds its causal mask without the offset."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visible = super().visible(call, shape, device)
+        visibility = call.visibility
+        if torch.compiler.is_exporting() and visibility is not None and visibility.right == 0:
+            return visible & torch.ones(shape, dtype=torch.bool, device=device).tril()
+        return visible
+
+
+class ClaimsToExport(TextbookLinear):
+    """A shortcut that looks at the contents."""
+
+    capabilities = replace(TextbookLinear.capabilities, exports=True)
+
+    def feature_map(self, x: Tensor, *, role: Role, positions: Tensor) -> Tensor:
+        if x.numel() and float(x.abs().max()) == 0.0:
+            return torch.ones_like(x)
+        return super().feature_map(x, role=role, positions=positions)
+
+
+class ExportsOneLength(CompilingTextbook):
+    """A table in the exported path is made for the example's length."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        if torch.compiler.is_exporting():
+            shape = (shape[0], shape[1], int(shape[2]), int(shape[3]))
+        return super().visible(call, shape, device)
+
+
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(ClaimsToCompile, "compiles_without_a_graph_break", "a branch on a tensor's value"),
     Mutant(CompiledPathIsTopLeft, "compiles_without_a_graph_break", "the compiled path loses the offset"),
     Mutant(CompiledPathIgnoresThePadding, "compiled_gradients_agree", "the compiled path loses the padding"),
@@ -114,4 +147,7 @@ MUTANTS = (
     Mutant(ListsItsPositions, "compiled_graphs_are_reused", "a Python list by length: every length compiles"),
     Mutant(KeepsThePositionOnTheModule, "compiled_steps_are_reused", "every step of decoding compiles"),
     Mutant(SwallowsWhileTracing, "refusals_survive_compilation", "the refusal is gone while tracing"),
+    Mutant(ExportedPathIsTopLeft, "exported_programs_agree", "the exported path loses the offset"),
+    Mutant(ClaimsToExport, "exported_programs_agree", "a branch on a tensor's value"),
+    Mutant(ExportsOneLength, "exported_programs_serve_other_lengths", "the example's length is a constant"),
 )

@@ -12,7 +12,7 @@ from attnlab import AttentionOutput, Call, RecurrentState
 from attnlab.hooks import Mutant
 from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookDelta, TextbookLinear
 
-OWNER = "half_precision_is_summed_in_float32"
+OWNER = "half_precision_accumulates_in_float32"
 
 
 def summed_in(dtype: torch.dtype, terms: Tensor, dim: int, tile: int = 1) -> Tensor:
@@ -108,9 +108,9 @@ class FeaturesAreSummedInHalf(TextbookLinear):
         group = self.num_heads // self.num_kv_heads
         where = torch.arange(key.shape[2])
         phi = self.feature_map(key.float(), role="key", positions=where).repeat_interleave(group, 1)
-        asked = self.feature_map(query.float(), role="query", positions=where[: query.shape[2]])
+        request = self.feature_map(query.float(), role="query", positions=where[: query.shape[2]])
         right, lower = phi.sum(2, keepdim=True), summed_in(self.lower, phi, 2)
-        share = (asked * right).sum(-1, keepdim=True) / (asked * lower).sum(-1, keepdim=True)
+        share = (request * right).sum(-1, keepdim=True) / (request * lower).sum(-1, keepdim=True)
         return answer._replace(out=(answer.out.float() * share).to(answer.out.dtype))
 
 

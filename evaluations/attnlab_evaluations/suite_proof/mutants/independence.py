@@ -22,10 +22,14 @@ Gates = Mapping[str, Tensor]
 
 class OneOffsetForTheBatch(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
+        visibility = call.visibility
         visible = super().visible(call, shape, device)
-        alike = seen is not None and isinstance(seen.offset, Tensor) and seen.query_segments is None
-        return visible[:1].expand(shape) if alike and seen is not None and seen.key_present is None else visible
+        alike = visibility is not None and isinstance(visibility.offset, Tensor) and visibility.query_segments is None
+        return (
+            visible[:1].expand(shape)
+            if alike and visibility is not None and visibility.key_present is None
+            else visible
+        )
 
 
 class NormsByTheBatch(TextbookDot):
@@ -210,8 +214,8 @@ class OneItemNeedsNoPadding(TextbookAttention):
     """With one item there is nothing to pad, so key_mask is not looked at."""
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is None or shape[0] != 1 or seen.pairwise or call.state is not None:
+        visibility = call.visibility
+        if visibility is None or shape[0] != 1 or visibility.pairwise or call.state is not None:
             return super().visible(call, shape, device)
         return torch.ones(shape, dtype=torch.bool, device=device)
 
@@ -229,24 +233,24 @@ class OddHeadIsACopy(TextbookAttention):
 class InferenceSkipsThePadding(TextbookLinear):
     """Without gradients absent keys are left in."""
 
-    def _features(self, key: Tensor, value: Tensor, seen: Any, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() or seen.key_present is None:
-            return super()._features(key, value, seen, start, stop)
-        present, seen.key_present = seen.key_present, None
+    def _features(self, key: Tensor, value: Tensor, visible: Any, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() or visible.key_present is None:
+            return super()._features(key, value, visible, start, stop)
+        present, visible.key_present = visible.key_present, None
         try:
-            return super()._features(key, value, seen, start, stop)
+            return super()._features(key, value, visible, start, stop)
         finally:
-            seen.key_present = present
+            visible.key_present = present
 
 
 MUTANTS = (
     Mutant(OneOffsetForTheBatch, "batch_items_are_independent", "the first item's offset for all"),
     Mutant(NormsByTheBatch, "batch_items_are_independent", "a statistic over the batch"),
-    Mutant(KeepsProjectedKeysByShape, "earlier_calls_leave_no_trace", "a cache whose key is a shape"),
-    Mutant(TrainsWithAnotherScale, "modes_agree", "train and eval take two paths"),
-    Mutant(AveragesWhileTraining, "modes_agree", "training calls move what later calls use"),
-    Mutant(TrainsKeysAtHalfTheRate, "modes_agree", "another backward in training mode"),
-    Mutant(ClaimsDeterminism, "repetition_gives_the_same_bits", "sums in any order"),
+    Mutant(KeepsProjectedKeysByShape, "calls_are_independent", "a cache whose key is a shape"),
+    Mutant(TrainsWithAnotherScale, "train_and_eval_modes_agree", "train and eval take two paths"),
+    Mutant(AveragesWhileTraining, "train_and_eval_modes_agree", "training calls move what later calls use"),
+    Mutant(TrainsKeysAtHalfTheRate, "train_and_eval_modes_agree", "another backward in training mode"),
+    Mutant(ClaimsDeterminism, "determinism", "sums in any order"),
     Mutant(ClaimsBatchInvariance, "batch_items_are_bitwise_independent", "another reduction order for one item"),
     Mutant(HeadsAreTiled, "grouped_heads_equal_repeated_heads", "repeat where repeat_interleave is meant"),
     Mutant(HeadsTalk, "heads_are_independent", "a mean over heads enters the scores"),
@@ -254,14 +258,14 @@ MUTANTS = (
     Mutant(SinksOfAllHeads, "heads_are_independent", "sinks are averaged over heads"),
     Mutant(BiasOfTheNextHead, "heads_are_independent", "a bias is taken from the neighbouring head"),
     Mutant(BiasOfTheNextItem, "batch_items_are_independent", "a bias is taken from the neighbouring item"),
-    Mutant(DrawsItsFeaturesAnew, "repetition_gives_the_same_bits", "random features are drawn in each call"),
-    Mutant(MapsWithDropout, "modes_agree", "dropout inside the feature map, in training"),
-    Mutant(LeavesItsSumsBehind, "earlier_calls_leave_no_trace", "sums survive the call"),
+    Mutant(DrawsItsFeaturesAnew, "determinism", "random features are drawn in each call"),
+    Mutant(MapsWithDropout, "train_and_eval_modes_agree", "dropout inside the feature map, in training"),
+    Mutant(LeavesItsSumsBehind, "calls_are_independent", "sums survive the call"),
     Mutant(PaddingOfTheFirstItemServesAll, "batch_items_are_independent", "a mask is broadcast from item 0"),
-    Mutant(RememberedMask, "earlier_calls_leave_no_trace", "a mask of another length is reused"),
+    Mutant(RememberedMask, "calls_are_independent", "a mask of another length is reused"),
     Mutant(GroupsReadOneQuery, "grouped_heads_equal_repeated_heads", "a group reads with one query"),
-    Mutant(RemembersInItself, "earlier_calls_leave_no_trace", "the memory survives the call"),
+    Mutant(RemembersInItself, "calls_are_independent", "the memory survives the call"),
     Mutant(OneItemNeedsNoPadding, "batch_items_are_independent", "key_mask is ignored for one item"),
     Mutant(OddHeadIsACopy, "heads_are_independent", "heads in pairs"),
-    Mutant(InferenceSkipsThePadding, "modes_agree", "another path without gradients"),
+    Mutant(InferenceSkipsThePadding, "train_and_eval_modes_agree", "another path without gradients"),
 )

@@ -84,8 +84,8 @@ class ClaimsToBeNormalised(TextbookMaps):
 
 class SegmentsAreIgnored(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is not None and seen.query_segments is not None:
+        visibility = call.visibility
+        if visibility is not None and visibility.query_segments is not None:
             return torch.ones(shape, dtype=torch.bool, device=device)
         return super().visible(call, shape, device)
 
@@ -97,18 +97,18 @@ class ClaimsANullKey(TextbookAttention):
 
 
 MUTANTS = (
-    Mutant(MasksAfterTheSoftmax, "equal_values_come_through", "weights are masked and not normalised again"),
-    Mutant(TellsAnotherScale, "the_default_scale_is_the_one_in_use", "default_scale() is not what is used"),
+    Mutant(MasksAfterTheSoftmax, "equal_values_are_returned", "weights are masked and not normalised again"),
+    Mutant(TellsAnotherScale, "default_scale_is_used", "default_scale() is not what is used"),
     Mutant(LocationCountsFromTheTile, "packed_sequences_equal_separate_ones", "columns of the tile"),
-    Mutant(LocationBeginsAnywhere, "a_sequence_may_begin_anywhere", "an absolute position called relative"),
+    Mutant(LocationBeginsAnywhere, "shift_invariance", "an absolute position called relative"),
     Mutant(IgnoresScale, "scale_zero_gives_the_mean", "scale= does not arrive"),
-    Mutant(OneMoreInTheNormaliser, "equal_values_come_through", "softmax1 under the name of softmax"),
-    Mutant(OneMoreInTheNormaliser, "one_visible_key_copies_its_value", "softmax1 under the name of softmax"),
-    Mutant(OneMoreInTheNormaliser, "duplicated_keys_change_nothing", "softmax1 under the name of softmax"),
-    Mutant(LeansOnKeyPosition, "permuting_keys_changes_nothing", "position_free is claimed beside a positional score"),
-    Mutant(LeansOnQueryPosition, "permuting_queries_permutes_outputs", "the temperature depends on the row"),
+    Mutant(OneMoreInTheNormaliser, "equal_values_are_returned", "softmax1 under the name of softmax"),
+    Mutant(OneMoreInTheNormaliser, "a_single_visible_key_returns_its_value", "softmax1 under the name of softmax"),
+    Mutant(OneMoreInTheNormaliser, "duplicated_keys_change_no_output", "softmax1 under the name of softmax"),
+    Mutant(LeansOnKeyPosition, "key_permutation_invariance", "position_free is claimed beside a positional score"),
+    Mutant(LeansOnQueryPosition, "query_permutation_equivariance", "the temperature depends on the row"),
     Mutant(ClampsTheOutput, "linear_in_value", "outputs are clamped"),
-    Mutant(ClaimsToBeNormalised, "equal_values_come_through", "`normalised` is claimed of plain sums"),
+    Mutant(ClaimsToBeNormalised, "equal_values_are_returned", "`normalised` is claimed of plain sums"),
     Mutant(SegmentsAreIgnored, "packed_sequences_equal_separate_ones", "packed sequences see each other"),
     Mutant(ClaimsANullKey, "null_key_takes_weight", "a null slot is claimed that is not there"),
 )

@@ -41,13 +41,13 @@ class PositionsInTheQuerysDtype(TextbookAttention):
         return super().attend(query, key, value, call)
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is None or not seen.only_causal or seen.query_positions.dim() != 1:
+        visibility = call.visibility
+        if visibility is None or not visibility.only_causal or visibility.query_positions.dim() != 1:
             return super().visible(call, shape, device)
-        q, k = (x.to(self.counted_in) for x in (seen.query_positions, seen.key_positions))
-        seen.right = None
+        q, k = (x.to(self.counted_in) for x in (visibility.query_positions, visibility.key_positions))
+        visibility.right = None
         rest = super().visible(call, shape, device)
-        seen.right = 0
+        visibility.right = 0
         return rest & (k <= q[:, None])
 
 
@@ -76,9 +76,9 @@ class OneMaskForTheGroup(TextbookAttention):
     """Grouped heads share a tile, and the tile's mask is that of the group's first head."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = super().visible(call, shape, device)
+        shown_pairs = super().visible(call, shape, device)
         group = self.num_heads // self.num_kv_heads
-        return seen[:, ::group].repeat_interleave(group, dim=1)
+        return shown_pairs[:, ::group].repeat_interleave(group, dim=1)
 
 
 class SoftmaxOverTheTokens(_Exp):
@@ -112,14 +112,19 @@ class AbsentKeysStayInTheNormaliser(TextbookLinear):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         answer = super().attend(query, key, value, call)
-        seen = call.visibility
-        if seen is None or seen.key_present is None or call.state is not None or seen.right is not None:
+        visibility = call.visibility
+        if (
+            visibility is None
+            or visibility.key_present is None
+            or call.state is not None
+            or visibility.right is not None
+        ):
             return answer
         group = self.num_heads // self.num_kv_heads
         q, k = (torch.nn.functional.elu(x) + 1 for x in (query, key.repeat_interleave(group, 1)))
         pairs = q @ k.transpose(-1, -2)
-        total = (pairs * seen.dense()).sum(-1, keepdim=True)
-        absent = (pairs * ~seen.dense()).sum(-1, keepdim=True)
+        total = (pairs * visibility.dense()).sum(-1, keepdim=True)
+        absent = (pairs * ~visibility.dense()).sum(-1, keepdim=True)
         return answer._replace(out=answer.out * total / (total + absent))
 
 
@@ -152,10 +157,15 @@ class PaddingDecays(TextbookGatedDelta):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         answer = super().attend(query, key, value, call)
-        seen = call.visibility
-        if seen is None or seen.key_present is None or call.state is not None or seen.right is not None:
+        visibility = call.visibility
+        if (
+            visibility is None
+            or visibility.key_present is None
+            or call.state is not None
+            or visibility.right is not None
+        ):
             return answer
-        absent = (~seen.key_present).sum(-1).to(answer.out.dtype)
+        absent = (~visibility.key_present).sum(-1).to(answer.out.dtype)
         return answer._replace(out=answer.out * (0.5**absent)[:, None, None, None])
 
 
@@ -166,12 +176,14 @@ MUTANTS = (
     Mutant(HiddenScoresTalk, "hidden_pairs_have_no_influence", "scores move from head to head before they are hidden"),
     Mutant(HiddenPairsTakeWeight, "hidden_pairs_have_no_influence", "weights move from head to head onto hidden pairs"),
     Mutant(OneMaskForTheGroup, "hidden_pairs_have_no_influence", "the first head of a group decides for all of it"),
-    Mutant(SoftmaxOverTheTokens, "the_future_leaves_the_past", "features are normalised over the length"),
-    Mutant(ChunkSeesItsOwnFuture, "the_future_leaves_the_past", "no causal mask inside a chunk"),
+    Mutant(SoftmaxOverTheTokens, "causality", "features are normalised over the length"),
+    Mutant(ChunkSeesItsOwnFuture, "causality", "no causal mask inside a chunk"),
     Mutant(HidesWithASmallConstant, "hidden_pairs_have_no_influence", "-1e4 on the score leaves large scores visible"),
-    Mutant(CausalSeesOneKeyTooMany, "the_future_leaves_the_past", "triu(2) where triu(1) is meant"),
-    Mutant(AbsentKeysStayInTheNormaliser, "absent_keys_equal_removed_keys", "features are not zeroed after the map"),
-    Mutant(TakesOnlyTheDensePartOfAMask, "ways_to_state_a_mask_agree", "an AttentionMask loses its structure"),
-    Mutant(LooksIntoTheFuture, "the_future_leaves_the_past", "the normaliser sums all keys"),
-    Mutant(PaddingDecays, "absent_keys_equal_removed_keys", "padding fades the memory"),
+    Mutant(CausalSeesOneKeyTooMany, "causality", "triu(2) where triu(1) is meant"),
+    Mutant(AbsentKeysStayInTheNormaliser, "padded_keys_equal_removed_keys", "features are not zeroed after the map"),
+    Mutant(
+        TakesOnlyTheDensePartOfAMask, "mask_arguments_and_mask_object_agree", "an AttentionMask loses its structure"
+    ),
+    Mutant(LooksIntoTheFuture, "causality", "the normaliser sums all keys"),
+    Mutant(PaddingDecays, "padded_keys_equal_removed_keys", "padding fades the memory"),
 )

@@ -22,13 +22,13 @@ class BlocksAreNotRecomputed(TextbookAttention):
     capabilities = replace(TextbookAttention.capabilities, linear_memory=True)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen, rows = call.visibility, query.shape[2]
-        if call.state or call.need_weights or call.need_lse or (seen is not None and not seen.only_causal):
+        visible, rows = call.visibility, query.shape[2]
+        if call.state or call.need_weights or call.need_lse or (visible is not None and not visible.only_causal):
             return super().attend(query, key, value, call)
         parts = []
         for q0 in range(0, rows, 50):
             q1 = min(q0 + 50, rows)
-            tile = None if seen is None else seen.tile(q0, q1, 0, key.shape[2])
+            tile = None if visible is None else visible.tile(q0, q1, 0, key.shape[2])
             part = Call(visibility=None, scale=call.scale, bias=None)
             s = self.scores(query[:, :, q0:q1], self.grouped(key), part) * self.scale(part)
             s = s if tile is None else s.masked_fill(~tile, -torch.inf)
@@ -37,6 +37,6 @@ class BlocksAreNotRecomputed(TextbookAttention):
 
 
 MUTANTS = (
-    Mutant(ClaimsLinearMemory, "largest_intermediate_grows_linearly", "all pairs at once"),
-    Mutant(BlocksAreNotRecomputed, "memory_kept_for_backward_grows_linearly", "blocks save all their pairs"),
+    Mutant(ClaimsLinearMemory, "linear_memory_of_intermediates", "all pairs at once"),
+    Mutant(BlocksAreNotRecomputed, "linear_memory_saved_for_backward", "blocks save all their pairs"),
 )

@@ -19,10 +19,10 @@ class PositionsRunThroughTheRow(TextbookAttention):
     """What a score_mod sees as positions does not start again with each sequence."""
 
     def modified(self, s: Tensor, call: Call) -> Tensor:
-        seen = call.visibility
-        if call.score_mod is None or seen is None or seen.query_segments is None:
+        visibility = call.visibility
+        if call.score_mod is None or visibility is None or visibility.query_segments is None:
             return super().modified(s, call)
-        b, h, q, k = seen.indices(0, s.shape[2], 0, s.shape[3])
+        b, h, q, k = visibility.indices(0, s.shape[2], 0, s.shape[3])
         q, k = torch.arange(s.shape[2], device=s.device)[:, None], torch.arange(s.shape[3], device=s.device)
         return call.score_mod(s, b, h, q, k).to(s.dtype)
 
@@ -31,10 +31,10 @@ class AlignsTheWholeRow(TextbookAttention):
     """The bottom right is the row's: queries of every sequence move by the row's surplus of keys."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        aligned = seen is not None and isinstance(seen.offset, Tensor) and seen.offset.dim() == 2
-        if seen is not None and aligned and call.state is None:
-            seen.offset, seen._query_positions = shape[3] - shape[2], None
+        visibility = call.visibility
+        aligned = visibility is not None and isinstance(visibility.offset, Tensor) and visibility.offset.dim() == 2
+        if visibility is not None and aligned and call.state is None:
+            visibility.offset, visibility._query_positions = shape[3] - shape[2], None
         return super().visible(call, shape, device)
 
 
@@ -42,12 +42,17 @@ class TellsRunsApart(TextbookAttention):
     """A sequence in two pieces is taken for two: runs of ids are counted, not ids compared."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        visible, seen = super().visible(call, shape, device), call.visibility
-        if seen is None or seen.query_segments is None or seen.key_segments is None or call.state is not None:
+        visible, observed = super().visible(call, shape, device), call.visibility
+        if (
+            observed is None
+            or observed.query_segments is None
+            or observed.key_segments is None
+            or call.state is not None
+        ):
             return visible
         if shape[2] != shape[3]:
             return visible
-        runs = [_runs(ids) for ids in (seen.query_segments, seen.key_segments)]
+        runs = [_runs(ids) for ids in (observed.query_segments, observed.key_segments)]
         return visible & (runs[0][:, None, :, None] == runs[1][:, None, None, :])
 
 
@@ -55,13 +60,18 @@ class PairsSequencesInOrder(TextbookAttention):
     """The n-th sequence of queries is given the n-th sequence of keys, also where one of them has none."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is None or seen.query_segments is None or seen.key_segments is None or call.state is not None:
+        visibility = call.visibility
+        if (
+            visibility is None
+            or visibility.query_segments is None
+            or visibility.key_segments is None
+            or call.state is not None
+        ):
             return super().visible(call, shape, device)
-        ids = seen.query_segments, seen.key_segments
-        seen.query_segments, seen.key_segments = (_ordinals(x) for x in ids)
+        ids = visibility.query_segments, visibility.key_segments
+        visibility.query_segments, visibility.key_segments = (_ordinals(x) for x in ids)
         visible = super().visible(call, shape, device)
-        seen.query_segments, seen.key_segments = ids
+        visibility.query_segments, visibility.key_segments = ids
         return visible
 
 
@@ -70,12 +80,12 @@ class LseOfTheRow(TextbookAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
         answer = super().attend(query, key, value, call)
-        seen = call.visibility
-        if answer.lse is None or seen is None or seen.query_segments is None:
+        visibility = call.visibility
+        if answer.lse is None or visibility is None or visibility.query_segments is None:
             return answer
-        own, seen.query_segments = seen.query_segments, None
+        own, visibility.query_segments = visibility.query_segments, None
         whole = super().attend(query, key, value, call).lse
-        seen.query_segments = own
+        visibility.query_segments = own
         assert whole is not None
         return answer._replace(lse=torch.where(answer.lse == -torch.inf, answer.lse, whole))
 
@@ -84,10 +94,10 @@ class OneGradientAPack(TextbookAttention):
     """Backward stops at the first border: later sequences' keys get no gradient."""
 
     def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        seen = call.visibility
-        if seen is None or seen.key_segments is None:
+        visibility = call.visibility
+        if visibility is None or visibility.key_segments is None:
             return super().scores(q, k, call)
-        first = (seen.key_segments <= seen.key_segments[:, :1].clamp(min=0))[:, None, :, None]
+        first = (visibility.key_segments <= visibility.key_segments[:, :1].clamp(min=0))[:, None, :, None]
         return super().scores(q, torch.where(first, k, k.detach()), call)
 
 

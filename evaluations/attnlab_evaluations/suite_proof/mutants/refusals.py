@@ -81,9 +81,9 @@ class GuessesAThreeAxesMask(TextbookAttention):
 
 
 MUTANTS = (
-    Mutant(SwallowsSoftcap, "refuses_what_it_does_not_declare", "an undeclared argument is swallowed"),
-    Mutant(CallsWithoutSoftcap, "refuses_what_it_does_not_declare", "__call__ drops softcap"),
-    Mutant(WidensItsGate, "refuses_what_it_does_not_declare", "the gate's bits are widened"),
+    Mutant(SwallowsSoftcap, "undeclared_features_are_refused", "an undeclared argument is swallowed"),
+    Mutant(CallsWithoutSoftcap, "undeclared_features_are_refused", "__call__ drops softcap"),
+    Mutant(WidensItsGate, "undeclared_features_are_refused", "the gate's bits are widened"),
     Mutant(TakesFloatMasks, "bad_inputs_are_invalid", "a float mask is accepted"),
     Mutant(GuessesTheAlignment, "bad_inputs_are_invalid", "two lengths without an offset"),
     Mutant(ClipsTheProbability, "bad_inputs_are_invalid", "dropout_p above 1 is clipped"),

@@ -40,9 +40,9 @@ class LeavesGradientsOnAfterAFault(TextbookAttention):
     def modified(self, s: Tensor, call: Call) -> Tensor:
         was = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
-        found = super().modified(s, call)
+        result = super().modified(s, call)
         torch.set_grad_enabled(was)
-        return found if was else found.detach()
+        return result if was else result.detach()
 
 
 class ScaleInTheDefaultDtype(TextbookAttention):
@@ -68,13 +68,13 @@ class UnusedSlotsAreMultipliedByZero(TextbookAttention):
         )
 
     def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
-        state, seen = call.state, call.visibility
+        state, visible = call.state, call.visibility
         if not isinstance(state, _Full) or torch.is_grad_enabled():
             return super().remember(key, value, call)
-        assert seen is not None
+        assert visible is not None
         stop = state.length + key.shape[2]
         state.key[:, :, state.length : stop], state.value[:, :, state.length : stop] = key, value
-        return (state.key, state.value, replace(state, length=stop, spent=False, key_present=seen.key_present))
+        return (state.key, state.value, replace(state, length=stop, spent=False, key_present=visible.key_present))
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
         if call.visibility is None or call.visibility.key_length == shape[3]:
@@ -122,14 +122,20 @@ class LowersThePrecision(TextbookDelta):
 
 
 MUTANTS = (
-    Mutant(SeedsPython, "calls_leave_settings_alone", "random.seed() in a forward"),
-    Mutant(SeedsWhenItIsMade, "calls_leave_settings_alone", "torch.manual_seed() in a constructor"),
-    Mutant(SetsThePrecisionWhenItIsMade, "calls_leave_settings_alone", "a setting changed by a constructor"),
-    Mutant(LeavesGradientsOnAfterAFault, "calls_leave_settings_alone", "a mode that is not put back after a fault"),
-    Mutant(ScaleInTheDefaultDtype, "the_default_dtype_does_not_matter", "torch.tensor(scale) without dtype="),
+    Mutant(SeedsPython, "calls_do_not_change_global_settings", "random.seed() in a forward"),
+    Mutant(SeedsWhenItIsMade, "calls_do_not_change_global_settings", "torch.manual_seed() in a constructor"),
+    Mutant(SetsThePrecisionWhenItIsMade, "calls_do_not_change_global_settings", "a setting changed by a constructor"),
+    Mutant(
+        LeavesGradientsOnAfterAFault, "calls_do_not_change_global_settings", "a mode that is not put back after a fault"
+    ),
+    Mutant(ScaleInTheDefaultDtype, "default_dtype_does_not_matter", "torch.tensor(scale) without dtype="),
     Mutant(UnusedSlotsAreMultipliedByZero, "deterministic_mode_is_honoured", "0 * what fresh memory holds"),
     Mutant(IgnoresDeterministicMode, "deterministic_mode_is_honoured", "neither honoured nor refused"),
-    Mutant(RepairsItsGradientInAHook, "settings_change_nothing", "NaN in the backward, repaired afterwards"),
-    Mutant(SeedsTheGenerator, "calls_leave_settings_alone", "torch.manual_seed in a forward"),
-    Mutant(LowersThePrecision, "calls_leave_settings_alone", "a setting changed for good"),
+    Mutant(
+        RepairsItsGradientInAHook,
+        "anomaly_mode_and_matmul_precision_do_not_matter",
+        "NaN in the backward, repaired afterwards",
+    ),
+    Mutant(SeedsTheGenerator, "calls_do_not_change_global_settings", "torch.manual_seed in a forward"),
+    Mutant(LowersThePrecision, "calls_do_not_change_global_settings", "a setting changed for good"),
 )

@@ -27,12 +27,12 @@ class ReadsTheFirst64Columns(TextbookDot):
 class WholeTilesNeedNoPadding(TextbookTiled):
     """Where keys fill their tiles nothing was padded, so the padding mask is not looked at."""
 
-    def hidden(self, s: Tensor, seen: Visibility, t: Tile) -> Tensor:
-        present = seen.key_present
-        if seen.key_length % 64 == 0:
-            seen.key_present = None
-        s = super().hidden(s, seen, t)
-        seen.key_present = present
+    def hidden(self, s: Tensor, visibility: Visibility, t: Tile) -> Tensor:
+        present = visibility.key_present
+        if visibility.key_length % 64 == 0:
+            visibility.key_present = None
+        s = super().hidden(s, visibility, t)
+        visibility.key_present = present
         return s
 
 
@@ -40,8 +40,8 @@ class WidthsOf64AreNotMasked(TextbookAttention):
     """The path for widths of 64 and 128 knows no causal bound."""
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if self.key_dim not in (64, 128) or seen is None or not seen.only_causal:
+        visibility = call.visibility
+        if self.key_dim not in (64, 128) or visibility is None or not visibility.only_causal:
             return super().visible(call, shape, device)
         return torch.ones(shape, dtype=torch.bool, device=device)
 
@@ -66,8 +66,8 @@ TILE = 64
 class DropsTheLastKeyTile(TextbookTiled):
     """The number of key tiles is rounded down: what is left past the last whole one is never seen."""
 
-    def tiles(self, seen: Visibility, q0: int, keys: int) -> list[Tile]:
-        tiles = super().tiles(seen, q0, keys)
+    def tiles(self, visibility: Visibility, q0: int, keys: int) -> list[Tile]:
+        tiles = super().tiles(visibility, q0, keys)
         whole = [t for t in tiles if t.k1 - t.k0 == self.side]
         return whole or tiles
 
@@ -262,11 +262,11 @@ MUTANTS = (
     Mutant(ServesHeadsByEights, "any_size_agrees_with_definition", "heads past a multiple of eight"),
     Mutant(OneQuerySeesEverything, "any_size_agrees_with_definition", "masks are skipped for one query"),
     Mutant(OneTokenCopiesItsValue, "any_size_agrees_with_definition", "one token is its own answer"),
-    Mutant(BackwardDropsTheLastTile, "any_size_has_right_gradients", "the last keys get no gradient"),
-    Mutant(BackwardInPairs, "any_size_has_right_gradients", "the last of an odd number of columns in backward"),
-    Mutant(ServesBatchesBySlices, "large_batches_are_served_whole", "rows past the last whole slice stay 0"),
-    Mutant(CountsRowsInSixteenBits, "large_batches_are_served_whole", "batch times heads wraps at 65536"),
-    Mutant(IndexesIn32Bits, "elements_far_apart_are_found", "offsets wrap at 2^31"),
+    Mutant(BackwardDropsTheLastTile, "any_size_gradients_match_definition", "the last keys get no gradient"),
+    Mutant(BackwardInPairs, "any_size_gradients_match_definition", "the last of an odd number of columns in backward"),
+    Mutant(ServesBatchesBySlices, "large_batches_equal_small_batches", "rows past the last whole slice stay 0"),
+    Mutant(CountsRowsInSixteenBits, "large_batches_equal_small_batches", "batch times heads wraps at 65536"),
+    Mutant(IndexesIn32Bits, "offsets_beyond_32_bits", "offsets wrap at 2^31"),
     Mutant(OneKeyIsCopied, "any_size_agrees_with_definition", "one key is copied, visible or not"),
     Mutant(OneHeadIsSqueezed, "any_size_agrees_with_definition", "squeeze() takes one axis too many"),
     Mutant(ScaledByThePaddedWidth, "any_size_agrees_with_definition", "scale from the padded width"),

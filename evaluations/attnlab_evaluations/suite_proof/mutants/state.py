@@ -1,4 +1,4 @@
-"""Mutants of `checks/state.py`: decoding that differs from the whole sequence. Needs torch."""
+"""Mutants that the checks in `checks/state.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from attnlab import AttentionOutput, CacheState, Call, LinearState, RecurrentSta
 from attnlab.hooks import Mutant
 from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookDelta, TextbookLinear
 from attnlab_evaluations.suite_proof.correct.textbook_sums import TextbookChunkedDelta
+from attnlab_evaluations.suite_proof.mutants._stores import StoredAttention, kept_in
 
 
 class MemoryKeepsItsDecay(TextbookChunkedDelta):
@@ -93,23 +94,23 @@ class CountsThePastTwice(TextbookAttention):
     """Positions of new queries advance by the prompt again: 6, 12, ... for a prompt of 6."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        if call.state is None or seen is None or seen.left is None:
+        visibility = call.visibility
+        if call.state is None or visibility is None or visibility.left is None:
             return super().visible(call, shape, device)
         q = torch.arange(shape[2], device=device)[:, None] + 2 * call.state.length
         k = torch.arange(shape[3], device=device)
-        present = True if seen.key_present is None else seen.key_present[:, None, None, :]
-        return ((k <= q) & (k >= q - seen.left) & present).expand(shape)
+        present = True if visibility.key_present is None else visibility.key_present[:, None, None, :]
+        return ((k <= q) & (k >= q - visibility.left) & present).expand(shape)
 
 
 class EvictsOneTooMany(TextbookAttention):
     """A rolling store for windows drops the last key that the window still shows."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        visible, seen = super().visible(call, shape, device), call.visibility
-        if call.state is None or seen is None or seen.left is None:
+        visible, observed = super().visible(call, shape, device), call.visibility
+        if call.state is None or observed is None or observed.left is None:
             return visible
-        oldest = shape[3] - shape[2] - seen.left
+        oldest = shape[3] - shape[2] - observed.left
         return visible & (torch.arange(shape[3], device=device) > oldest)
 
 
@@ -250,25 +251,69 @@ class TruncatesBackpropagation(TextbookDelta):
         return answer._replace(state=answer.state.detach())
 
 
-MUTANTS = (
-    Mutant(MemoryKeepsItsDecay, "chunks_equal_the_whole", "the memory does not fade from chunk to chunk"),
-    Mutant(ForgetsThePadding, "chunks_equal_the_whole", "padding of earlier steps is lost"),
-    Mutant(CausalWithinTheChunk, "chunks_equal_the_whole", "a step is aligned top-left"),
-    Mutant(CapacityIsAttended, "chunks_equal_the_whole", "zeros of a static store take weight"),
-    Mutant(CountsFromTheChunk, "chunks_equal_the_whole", "score_mod positions restart with each step"),
-    Mutant(CountsThePastTwice, "chunks_equal_the_whole", "positions advance by the past twice"),
-    Mutant(EvictsOneTooMany, "chunks_equal_the_whole", "a rolling store is one key too short"),
-    Mutant(MasksOnlyTheNewKeys, "chunks_equal_the_whole", "a bias reaches only the new keys"),
-    Mutant(AnEmptyStepLosesThePadding, "chunks_equal_the_whole", "a step without tokens forgets the padding"),
-    Mutant(GrowsOneShort, "long_runs_split_anywhere", "a store that grows loses a token"),
-    Mutant(HalfPrecisionPast, "chunks_equal_the_whole", "a recurrence's memory in half precision"),
+@dataclass(kw_only=True, eq=False)
+class _AlwaysInPlace(CacheState):
+    def append(
+        self, key: Tensor, value: Tensor, *, recording: bool, present: Tensor | None, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor, CacheState]:
+        start, stop = self.length, self.length + key.shape[2]
+        self.key[:, :, start:stop], self.value[:, :, start:stop] = key, value
+        kept = replace(self, length=stop, spent=False, key_present=present, key_segments=segments)
+        return self.key[:, :, :stop], self.value[:, :, :stop], kept
+
+
+@kept_in(_AlwaysInPlace)
+class WritesUnderTheGraph(StoredAttention):
+    """A static store is written in place although a graph holds what it held before."""
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return x if self.num_heads == self.num_kv_heads else super().grouped(x)
+
+    def init_state(self, batch: int, capacity: int | None = None, *args: Any, **kwargs: Any) -> CacheState:
+        return super().init_state(batch, 64 if capacity is None else capacity, *args, **kwargs)
+
+
+class WritesUnderTheQuerysGraph(StoredAttention):
+    """Only a graph of the keys keeps a store from being written: one of the query alone holds it as well."""
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return x if self.num_heads == self.num_kv_heads else super().grouped(x)
+
+    def recording(self, call: Call) -> bool:
+        return False
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        MemoryKeepsItsDecay, "chunked_decoding_equals_full_attention", "the memory does not fade from chunk to chunk"
+    ),
+    Mutant(ForgetsThePadding, "chunked_decoding_equals_full_attention", "padding of earlier steps is lost"),
+    Mutant(CausalWithinTheChunk, "chunked_decoding_equals_full_attention", "a step is aligned top-left"),
+    Mutant(CapacityIsAttended, "chunked_decoding_equals_full_attention", "zeros of a static store take weight"),
+    Mutant(CountsFromTheChunk, "chunked_decoding_equals_full_attention", "score_mod positions restart with each step"),
+    Mutant(CountsThePastTwice, "chunked_decoding_equals_full_attention", "positions advance by the past twice"),
+    Mutant(EvictsOneTooMany, "chunked_decoding_equals_full_attention", "a rolling store is one key too short"),
+    Mutant(MasksOnlyTheNewKeys, "chunked_decoding_equals_full_attention", "a bias reaches only the new keys"),
+    Mutant(
+        AnEmptyStepLosesThePadding,
+        "chunked_decoding_equals_full_attention",
+        "a step without tokens forgets the padding",
+    ),
+    Mutant(GrowsOneShort, "long_sequences_may_be_split_anywhere", "a store that grows loses a token"),
+    Mutant(HalfPrecisionPast, "chunked_decoding_equals_full_attention", "a recurrence's memory in half precision"),
     Mutant(DetachesThePast, "state_gradients_match_definition", "no gradient reaches earlier steps"),
     Mutant(GradientsStopAtTheStore, "state_gradients_match_definition", "keys are stored without a graph"),
-    Mutant(ForgetsTheNormaliser, "chunks_equal_the_whole", "the normaliser forgets the past"),
-    Mutant(PaddingOfABlockCounts, "chunks_equal_the_whole", "padding of a block enters the sums"),
-    Mutant(OneTokenIgnoresItsGate, "chunks_equal_the_whole", "single tokens ignore beta"),
-    Mutant(OneTokenReadsFirst, "chunks_equal_the_whole", "single tokens do not see themselves"),
-    Mutant(DropsTheLastBlock, "long_runs_split_anywhere", "the last block never enters the state"),
-    Mutant(AddsThePastToEveryBlock, "long_runs_split_anywhere", "blocks of a chunk do not follow each other"),
+    Mutant(ForgetsTheNormaliser, "chunked_decoding_equals_full_attention", "the normaliser forgets the past"),
+    Mutant(PaddingOfABlockCounts, "chunked_decoding_equals_full_attention", "padding of a block enters the sums"),
+    Mutant(OneTokenIgnoresItsGate, "chunked_decoding_equals_full_attention", "single tokens ignore beta"),
+    Mutant(OneTokenReadsFirst, "chunked_decoding_equals_full_attention", "single tokens do not see themselves"),
+    Mutant(DropsTheLastBlock, "long_sequences_may_be_split_anywhere", "the last block never enters the state"),
+    Mutant(
+        AddsThePastToEveryBlock, "long_sequences_may_be_split_anywhere", "blocks of a chunk do not follow each other"
+    ),
     Mutant(TruncatesBackpropagation, "state_gradients_match_definition", "the memory is detached between calls"),
+    Mutant(WritesUnderTheGraph, "steps_with_and_without_autograd_mix", "a store is written under a graph"),
+    Mutant(
+        WritesUnderTheQuerysGraph, "steps_with_and_without_autograd_mix", "a store is written under a query's graph"
+    ),
 )

@@ -241,7 +241,7 @@ class KeepsThePastInTheModule(StoredAttention):
 
 
 def _keep_mask(named: dict[str, Any]) -> None:
-    named["module"].given = named.get("key_mask")
+    named["module"].first_input = named.get("key_mask")
 
 
 @before_validation(_keep_mask)
@@ -253,28 +253,28 @@ class KeepsTheCallersMask(TextbookAttention):
     def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
         keys, values, state = super().remember(key, value, call)
         assert call.state is not None
-        if call.state.length or self.given is None:
+        if call.state.length or self.first_input is None:
             return keys, values, state
-        return keys, values, replace(state, key_present=self.given)
+        return keys, values, replace(state, key_present=self.first_input)
 
 
 MUTANTS = (
-    Mutant(ClonesTakeTheWholeStore, "copies_of_cropped_states_continue", "a clone brings cropped tokens back"),
-    Mutant(ReordersTakeTheWholeStore, "copies_of_cropped_states_continue", "beams bring cropped tokens back"),
-    Mutant(ClonesShareTheirMemory, "clones_fork", "clone() shares the store"),
-    Mutant(DeepcopiesShareTheirMemory, "clones_fork", "a deepcopy shares the store"),
-    Mutant(PicklesWithoutThePadding, "clones_fork", "a saved state forgets its padding"),
-    Mutant(MovesWithoutThePadding, "clones_fork", "the padding stays on the old device"),
-    Mutant(UpdatesItsMemoryInPlace, "clones_fork", "a recurrence overwrites the state it was given"),
-    Mutant(ClonesLeaveTheGraph, "copies_carry_gradients", "clone() detaches"),
+    Mutant(ClonesTakeTheWholeStore, "cropped_states_may_be_copied", "a clone brings cropped tokens back"),
+    Mutant(ReordersTakeTheWholeStore, "cropped_states_may_be_copied", "beams bring cropped tokens back"),
+    Mutant(ClonesShareTheirMemory, "copied_states_are_independent", "clone() shares the store"),
+    Mutant(DeepcopiesShareTheirMemory, "copied_states_are_independent", "a deepcopy shares the store"),
+    Mutant(PicklesWithoutThePadding, "copied_states_are_independent", "a saved state forgets its padding"),
+    Mutant(MovesWithoutThePadding, "copied_states_are_independent", "the padding stays on the old device"),
+    Mutant(UpdatesItsMemoryInPlace, "copied_states_are_independent", "a recurrence overwrites the state it was given"),
+    Mutant(ClonesLeaveTheGraph, "copied_states_carry_gradients", "clone() detaches"),
     Mutant(ReordersKeysOnly, "states_reorder", "beams keep their values"),
     Mutant(ReordersByTheInverse, "states_reorder", "beams move by the inverse permutation"),
     Mutant(ReordersWithoutThePadding, "states_reorder", "beams leave their padding behind"),
     Mutant(ReordersInPlace, "states_reorder", "reorder() changes the state it was called on"),
-    Mutant(CropsTheOldest, "cropped_states_forget", "crop() forgets the first tokens"),
-    Mutant(CropsWithoutThePadding, "cropped_states_forget", "crop() leaves the mask as long as it was"),
-    Mutant(CropsStayUsable, "cropped_states_forget", "a cropped state and its origin share a store"),
-    Mutant(CropsFromTheEnd, "cropped_states_forget", "crop(-1) is accepted"),
+    Mutant(CropsTheOldest, "cropped_states_equal_shorter_states", "crop() forgets the first tokens"),
+    Mutant(CropsWithoutThePadding, "cropped_states_equal_shorter_states", "crop() leaves the mask as long as it was"),
+    Mutant(CropsStayUsable, "cropped_states_equal_shorter_states", "a cropped state and its origin share a store"),
+    Mutant(CropsFromTheEnd, "cropped_states_equal_shorter_states", "crop(-1) is accepted"),
     Mutant(KeepsTheCallersTensors, "states_own_their_memory", "the first step's tensors become the store"),
     Mutant(KeepsThePastInTheModule, "states_own_their_memory", "two sequences share one store"),
     Mutant(KeepsTheCallersMask, "states_own_their_memory", "the first step's key_mask becomes the state's"),

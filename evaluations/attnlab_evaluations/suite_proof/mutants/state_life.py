@@ -145,13 +145,13 @@ class BroadcastsOneSequence(TextbookDelta):
 
 
 MUTANTS = (
-    Mutant(AcceptsASpentState, "a_consumed_state_raises", "a state can be used twice"),
+    Mutant(AcceptsASpentState, "used_states_are_refused", "a state can be used twice"),
     Mutant(SpendsAtTheDoor, "failed_calls_leave_the_state_usable", "a call that fails uses its state up"),
     Mutant(CountsBeforeItFails, "failed_calls_leave_the_state_usable", "a call that fails leaves its tokens"),
-    Mutant(JudgesNoSizes, "misfit_states_are_refused", "sizes of a state are not judged"),
-    Mutant(SpreadsOneSequence, "misfit_states_are_refused", "one sequence's state serves a batch"),
+    Mutant(JudgesNoSizes, "mismatched_states_are_refused", "sizes of a state are not judged"),
+    Mutant(SpreadsOneSequence, "mismatched_states_are_refused", "one sequence's state serves a batch"),
     Mutant(AdoptsTheStatesDtype, "states_of_another_dtype_change_no_result", "keys are cast to the state's dtype"),
-    Mutant(OverwritesTheOldest, "a_full_state_says_so", "a full store forgets its oldest tokens"),
-    Mutant(DropsWhatDoesNotFit, "a_full_state_says_so", "a full store drops new tokens"),
-    Mutant(BroadcastsOneSequence, "misfit_states_are_refused", "one sequence's memory serves a batch"),
+    Mutant(OverwritesTheOldest, "full_states_grow_or_raise", "a full store forgets its oldest tokens"),
+    Mutant(DropsWhatDoesNotFit, "full_states_grow_or_raise", "a full store drops new tokens"),
+    Mutant(BroadcastsOneSequence, "mismatched_states_are_refused", "one sequence's memory serves a batch"),
 )

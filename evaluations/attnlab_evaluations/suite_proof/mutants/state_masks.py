@@ -19,10 +19,10 @@ class EvictsBehindTheWindow(TextbookAttention):
 
     def remember(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, State]:
         keys, values, state = super().remember(key, value, call)
-        seen = call.visibility
-        if seen is None or seen.left is None or seen.query_segments is not None:
+        visibility = call.visibility
+        if visibility is None or visibility.left is None or visibility.query_segments is not None:
             return keys, values, state
-        near = torch.arange(keys.shape[2], device=keys.device) >= keys.shape[2] - seen.left
+        near = torch.arange(keys.shape[2], device=keys.device) >= keys.shape[2] - visibility.left
         near = near.expand(keys.shape[0], -1)
         held = near if state.key_present is None else near & state.key_present
         return keys, values, replace(state, key_present=held)
@@ -85,19 +85,21 @@ class FirstRowsPadding(TextbookAttention):
     """In a step the padding of the first sequence counts for all of them."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        if call.state is None or seen is None or seen.key_present is None:
+        visibility = call.visibility
+        if call.state is None or visibility is None or visibility.key_present is None:
             return super().visible(call, shape, device)
-        own, seen.key_present = seen.key_present, seen.key_present[:1]
+        own, visibility.key_present = visibility.key_present, visibility.key_present[:1]
         visible = super().visible(call, shape, device)
-        seen.key_present = own
+        visibility.key_present = own
         return visible
 
 
 MUTANTS = (
-    Mutant(EvictsBehindTheWindow, "arguments_hold_for_their_step", "one step's window forgets for all"),
-    Mutant(RemembersWhatTheGateCleaned, "absent_slots_reach_no_state", "uncleaned tensors enter the store"),
-    Mutant(ForgetsAMaskThatIsNotRepeated, "masks_may_come_and_go", "a mask counts only while it is repeated"),
+    Mutant(EvictsBehindTheWindow, "arguments_apply_to_their_step_alone", "one step's window forgets for all"),
+    Mutant(RemembersWhatTheGateCleaned, "padding_does_not_affect_states", "uncleaned tensors enter the store"),
+    Mutant(
+        ForgetsAMaskThatIsNotRepeated, "key_mask_may_be_given_for_some_steps", "a mask counts only while it is repeated"
+    ),
     Mutant(WeightsOfTheStep, "steps_return_weights_and_lse", "weights leave out the past"),
     Mutant(LseOfTheStep, "steps_return_weights_and_lse", "lse leaves out the past"),
     Mutant(FirstRowsPadding, "batch_items_decode_independently", "one row's padding serves the batch"),

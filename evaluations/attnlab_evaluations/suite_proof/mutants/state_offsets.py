@@ -16,9 +16,9 @@ class IgnoresTheOffset(TextbookAttention):
     """With a state the queries stand behind the past, whatever offset says."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        if call.state is not None and seen is not None:
-            seen.offset, seen._query_positions = call.state.length, None
+        visibility = call.visibility
+        if call.state is not None and visibility is not None:
+            visibility.offset, visibility._query_positions = call.state.length, None
         return super().visible(call, shape, device)
 
 
@@ -26,9 +26,9 @@ class OffsetsCountFromTheStep(TextbookAttention):
     """With a state the past is added to the offset that was given."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        if call.state is not None and seen is not None:
-            seen.offset, seen._query_positions = seen.offset + call.state.length, None
+        visibility = call.visibility
+        if call.state is not None and visibility is not None:
+            visibility.offset, visibility._query_positions = visibility.offset + call.state.length, None
         return super().visible(call, shape, device)
 
 
@@ -44,9 +44,9 @@ class AlignsToTheLastKey(TextbookAttention):
     """With a state the last query stands at the last key, also where there are fewer queries than new keys."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        if call.state is not None and seen is not None:
-            seen.offset, seen._query_positions = shape[3] - shape[2], None
+        visibility = call.visibility
+        if call.state is not None and visibility is not None:
+            visibility.offset, visibility._query_positions = shape[3] - shape[2], None
         return super().visible(call, shape, device)
 
 
@@ -62,9 +62,9 @@ class ValidLengthsLeaveOutThePast(TextbookAttention):
     """With lengths, bottom right is counted from the new keys as if there were no others."""
 
     def visible(self, call: Call, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-        seen = call.visibility
-        if call.state is not None and seen is not None and isinstance(seen.offset, Tensor):
-            seen.offset, seen._query_positions = seen.offset - call.state.length, None
+        visibility = call.visibility
+        if call.state is not None and visibility is not None and isinstance(visibility.offset, Tensor):
+            visibility.offset, visibility._query_positions = visibility.offset - call.state.length, None
         return super().visible(call, shape, device)
 
 
@@ -79,9 +79,9 @@ class AbsorbsWithoutGates(TextbookDelta):
 MUTANTS = (
     Mutant(IgnoresTheOffset, "offsets_count_from_the_first_token", "an offset beside a state is ignored"),
     Mutant(OffsetsCountFromTheStep, "offsets_count_from_the_first_token", "the past is added to an offset"),
-    Mutant(AbsorbsNothing, "queries_and_keys_may_come_apart", "keys without queries are dropped"),
-    Mutant(AlignsToTheLastKey, "queries_and_keys_may_come_apart", "queries are aligned to the last new key"),
-    Mutant(LengthStaysWhereNobodyAsks, "queries_and_keys_may_come_apart", "keys without queries are not counted"),
-    Mutant(ValidLengthsLeaveOutThePast, "bottom_right_counts_what_is_valid", "valid lengths leave out the past"),
-    Mutant(AbsorbsWithoutGates, "queries_and_keys_may_come_apart", "keys without queries ignore their gates"),
+    Mutant(AbsorbsNothing, "queries_and_keys_of_a_step_may_differ", "keys without queries are dropped"),
+    Mutant(AlignsToTheLastKey, "queries_and_keys_of_a_step_may_differ", "queries are aligned to the last new key"),
+    Mutant(LengthStaysWhereNobodyAsks, "queries_and_keys_of_a_step_may_differ", "keys without queries are not counted"),
+    Mutant(ValidLengthsLeaveOutThePast, "bottom_right_counts_valid_tokens", "valid lengths leave out the past"),
+    Mutant(AbsorbsWithoutGates, "queries_and_keys_of_a_step_may_differ", "keys without queries ignore their gates"),
 )

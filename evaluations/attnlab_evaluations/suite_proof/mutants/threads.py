@@ -102,10 +102,10 @@ class CutsByTheNumberOfThreads(TextbookAttention):
 
 
 MUTANTS = (
-    Mutant(KeepsTheCallOnItself, "threads_share_an_instance", "the mask lies on the module"),
-    Mutant(KeepsItsAnswerOnItself, "threads_share_an_instance", "a step's result lies on the module"),
-    Mutant(SharesAScratchBuffer, "threads_share_an_instance", "a buffer is kept for every shape"),
-    Mutant(SavesOnTheModule, "overlapping_calls_keep_their_own", "saved tensors lie on the module, not on ctx"),
-    Mutant(BackwardWritesToWhatItSaved, "overlapping_calls_keep_their_own", "the backward reuses saved memory"),
-    Mutant(CutsByTheNumberOfThreads, "the_number_of_threads_does_not_matter", "a remainder is left over"),
+    Mutant(KeepsTheCallOnItself, "concurrent_calls_are_independent", "the mask lies on the module"),
+    Mutant(KeepsItsAnswerOnItself, "concurrent_calls_are_independent", "a step's result lies on the module"),
+    Mutant(SharesAScratchBuffer, "concurrent_calls_are_independent", "a buffer is kept for every shape"),
+    Mutant(SavesOnTheModule, "overlapping_backwards_are_independent", "saved tensors lie on the module, not on ctx"),
+    Mutant(BackwardWritesToWhatItSaved, "overlapping_backwards_are_independent", "the backward reuses saved memory"),
+    Mutant(CutsByTheNumberOfThreads, "number_of_threads_does_not_matter", "a remainder is left over"),
 )

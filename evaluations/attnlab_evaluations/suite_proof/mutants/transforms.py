@@ -122,5 +122,5 @@ MUTANTS = (
     Mutant(CopiesItsWeightInTheConstructor, "parameters_are_read_at_each_call", "a copy made in __init__"),
     Mutant(KeepsItsWeightInEval, "parameters_are_read_at_each_call", "weights merged at the first eval call"),
     Mutant(ListsItsParameters, "functional_gradients_agree", "a second reference to a parameter"),
-    Mutant(MappedAxisIsTakenToBeFirst, "a_mapped_axis_equals_a_loop", "a vmap rule that ignores in_dims"),
+    Mutant(MappedAxisIsTakenToBeFirst, "vmap_equals_a_loop", "a vmap rule that ignores in_dims"),
 )

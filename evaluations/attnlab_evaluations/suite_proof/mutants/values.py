@@ -119,8 +119,8 @@ class ScoreModGetsTheKeyHead(TextbookAttention):
     def modified(self, s: Tensor, call: Call) -> Tensor:
         if call.score_mod is None:
             return s
-        seen = call.visibility or Visibility(s.shape[0], s.shape[1], s.shape[2], s.shape[3], s.device)
-        b, h, q, k = seen.indices(0, s.shape[2], 0, s.shape[3])
+        visibility = call.visibility or Visibility(s.shape[0], s.shape[1], s.shape[2], s.shape[3], s.device)
+        b, h, q, k = visibility.indices(0, s.shape[2], 0, s.shape[3])
         return call.score_mod(s, b, h // (self.num_heads // self.num_kv_heads), q, k).to(s.dtype)
 
 
@@ -174,33 +174,40 @@ class WindowCountsFromTheIndex(TextbookAttention):
     """Offsets move causal, not the window."""
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
+        visibility = call.visibility
         visible = super().visible(call, shape, device)
-        if seen is None or seen.left is None or not isinstance(seen.offset, int):
+        if visibility is None or visibility.left is None or not isinstance(visibility.offset, int):
             return visible
         index = torch.arange(shape[2], device=device)[:, None] - torch.arange(shape[3], device=device)
-        return visible & (index <= seen.left)
+        return visible & (index <= visibility.left)
 
 
 class WindowIsSymmetric(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is None or seen.left is None or seen.right is None or seen.right >= seen.left:
+        visibility = call.visibility
+        if (
+            visibility is None
+            or visibility.left is None
+            or visibility.right is None
+            or visibility.right >= visibility.left
+        ):
             return super().visible(call, shape, device)
-        right, seen.right = seen.right, seen.left if seen.right else 0
+        right, visibility.right = visibility.right, visibility.left if visibility.right else 0
         try:
             return super().visible(call, shape, device)
         finally:
-            seen.right = right
+            visibility.right = right
 
 
 class NegativeOffsetIsClipped(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is None or not isinstance(seen.offset, int) or seen.offset >= 0:
+        visibility = call.visibility
+        if visibility is None or not isinstance(visibility.offset, int) or visibility.offset >= 0:
             return super().visible(call, shape, device)
-        clipped = Visibility(seen.batch, seen.num_heads, seen.query_length, seen.key_length, device)
-        clipped.left, clipped.right, clipped.offset = seen.left, seen.right, 0
+        clipped = Visibility(
+            visibility.batch, visibility.num_heads, visibility.query_length, visibility.key_length, device
+        )
+        clipped.left, clipped.right, clipped.offset = visibility.left, visibility.right, 0
         return clipped.dense().expand(shape)
 
 
@@ -208,8 +215,8 @@ class PositionsRunOnInSegments(TextbookAttention):
     """Positions count through the row: alignment inside later segments is lost."""
 
     def modified(self, s: Tensor, call: Call) -> Tensor:
-        seen = call.visibility
-        if call.score_mod is None or seen is None or seen.query_segments is None:
+        visibility = call.visibility
+        if call.score_mod is None or visibility is None or visibility.query_segments is None:
             return super().modified(s, call)
         plain = Visibility(s.shape[0], s.shape[1], s.shape[2], s.shape[3], s.device)
         return call.score_mod(s, *plain.indices(0, s.shape[2], 0, s.shape[3])).to(s.dtype)
@@ -224,11 +231,13 @@ class MaskOrPadding(TextbookAttention):
     """A mask and a key mask combine with OR."""
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
+        visibility = call.visibility
         visible = super().visible(call, shape, device)
-        if seen is None or seen.allowed is None or seen.key_present is None or seen.positional:
+        if visibility is None or visibility.allowed is None or visibility.key_present is None or visibility.positional:
             return visible
-        return seen.allowed.expand(shape) | (visible.any(-1, keepdim=True) & seen.key_present[:, None, None, :])
+        return visibility.allowed.expand(shape) | (
+            visible.any(-1, keepdim=True) & visibility.key_present[:, None, None, :]
+        )
 
 
 class ScaledByTheValueWidth(TextbookDot):
@@ -493,8 +502,8 @@ class RefusesInTheMiddle(TextbookAttention):
     """A combination is refused by attend, and supports() knows nothing of it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = call.visibility
-        if seen is not None and seen.left is not None and self.num_heads != self.num_kv_heads:
+        visibility = call.visibility
+        if visibility is not None and visibility.left is not None and self.num_heads != self.num_kv_heads:
             reason = Reason("window", "a window with grouped heads", "as many key/value heads")
             raise UnsupportedRequest(f"{self.name} does not support {reason}", [reason])
         return super().attend(query, key, value, call)
@@ -519,8 +528,8 @@ class KeepsTheOldSum(TextbookTiled):
 class DropsTheLastPartialTile(TextbookTiled):
     """range(0, keys // T * T, T), once there are whole tiles."""
 
-    def reach(self, seen: Visibility, q0: int, q1: int) -> tuple[int, int]:
-        first, last = super().reach(seen, q0, q1)
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
         whole = (last - first) // self.side * self.side
         return first, first + whole if whole else last
 
@@ -543,18 +552,25 @@ def call_keys(call: Call, t: Tile) -> int:
 class SkipsTheDiagonalTile(TextbookTiled):
     """The causal bound is that of the row block's first row."""
 
-    def reach(self, seen: Visibility, q0: int, q1: int) -> tuple[int, int]:
-        first, last = super().reach(seen, q0, q1)
-        return (first, min(last, seen.key_range(q0, q0 + 1)[1])) if seen.right is not None else (first, last)
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
+        return (
+            (first, min(last, visibility.key_range(q0, q0 + 1)[1])) if visibility.right is not None else (first, last)
+        )
 
 
 class HidesNothingInWholeTiles(TextbookTiled):
     """A tile below the diagonal is taken for fully visible, whatever else hides."""
 
-    def hidden(self, s: Tensor, seen: Visibility, t: Tile) -> Tensor:
-        if seen.right == 0 and isinstance(seen.offset, int) and t.k1 - 1 <= t.q0 + seen.offset and t.q0:
+    def hidden(self, s: Tensor, visibility: Visibility, t: Tile) -> Tensor:
+        if (
+            visibility.right == 0
+            and isinstance(visibility.offset, int)
+            and t.k1 - 1 <= t.q0 + visibility.offset
+            and t.q0
+        ):
             return s
-        return super().hidden(s, seen, t)
+        return super().hidden(s, visibility, t)
 
 
 class OneBiasForAllTiles(TextbookTiled):
@@ -576,20 +592,24 @@ class BroadcastBiasIsCut(TextbookTiled):
 class MaskOfTheTransposedTile(TextbookTiled):
     """Row and column of the mask's tile are swapped wherever there is such a tile."""
 
-    def hidden(self, s: Tensor, seen: Visibility, t: Tile) -> Tensor:
-        if seen.allowed is None or t.q0 == t.k0 or max(t.q1, t.k1) > min(seen.query_length, seen.key_length):
-            return super().hidden(s, seen, t)
+    def hidden(self, s: Tensor, visibility: Visibility, t: Tile) -> Tensor:
+        if (
+            visibility.allowed is None
+            or t.q0 == t.k0
+            or max(t.q1, t.k1) > min(visibility.query_length, visibility.key_length)
+        ):
+            return super().hidden(s, visibility, t)
         if t.q1 - t.q0 != t.k1 - t.k0:
-            return super().hidden(s, seen, t)
-        return super().hidden(s, seen, Tile(t.k0, t.k1, t.q0, t.q1))
+            return super().hidden(s, visibility, t)
+        return super().hidden(s, visibility, Tile(t.k0, t.k1, t.q0, t.q1))
 
 
 class SinksJoinEveryTile(TextbookTiled):
     def forward_row(
-        self, call: Call, seen: Visibility, tiles: list[Tile], q0: int, saved: Saved
+        self, call: Call, visibility: Visibility, tiles: list[Tile], q0: int, saved: Saved
     ) -> tuple[Tensor, Tensor]:
         sinks = None if saved.sinks is None else saved.sinks + math.log(max(len(tiles), 1))
-        return super().forward_row(call, seen, tiles, q0, saved._replace(sinks=sinks))
+        return super().forward_row(call, visibility, tiles, q0, saved._replace(sinks=sinks))
 
 
 class RoundedLog2OfE(TextbookTiled):
@@ -608,9 +628,9 @@ class RowsOfTheNextTileRepeat(TextbookTiled):
     """The last row block is moved back to be whole, and its rows are written where the block would have been."""
 
     def forward_row(
-        self, call: Call, seen: Visibility, tiles: list[Tile], q0: int, saved: Saved
+        self, call: Call, visibility: Visibility, tiles: list[Tile], q0: int, saved: Saved
     ) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward_row(call, seen, tiles, q0, saved)
+        out, lse = super().forward_row(call, visibility, tiles, q0, saved)
         return (out.roll(1, 2), lse.roll(1, 2)) if q0 and out.shape[2] < self.side else (out, lse)
 
 
@@ -814,8 +834,13 @@ class CarriesInHalfPrecision(TextbookChunked):
 
 class CausalIsAlwaysTopLeft(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is not None and isinstance(seen.offset, int) and seen.right == 0 and call.state is None:
+        visibility = call.visibility
+        if (
+            visibility is not None
+            and isinstance(visibility.offset, int)
+            and visibility.right == 0
+            and call.state is None
+        ):
             return torch.ones(shape, dtype=torch.bool, device=device).tril()
         return super().visible(call, shape, device)
 
@@ -830,29 +855,29 @@ class CausalForgetsItsOwnPosition(TextbookAttention):
 
 class MaskDropsCausal(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is not None and seen.allowed is not None and seen.right is not None:
-            return seen.allowed.expand(shape)
+        visibility = call.visibility
+        if visibility is not None and visibility.allowed is not None and visibility.right is not None:
+            return visibility.allowed.expand(shape)
         return super().visible(call, shape, device)
 
 
 class WindowIsExclusive(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
+        visibility = call.visibility
         visible = super().visible(call, shape, device)
-        if seen is None or seen.left is None:
+        if visibility is None or visibility.left is None:
             return visible
-        _, _, q, k = seen.indices(0, shape[2], 0, shape[3])
-        return visible & (k > q - seen.left)
+        _, _, q, k = visibility.indices(0, shape[2], 0, shape[3])
+        return visible & (k > q - visibility.left)
 
 
 class KeyMaskHidesQueries(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
         visible = super().visible(call, shape, device)
-        seen = call.visibility
-        if seen is None or seen.key_present is None or shape[2] != shape[3]:
+        visibility = call.visibility
+        if visibility is None or visibility.key_present is None or shape[2] != shape[3]:
             return visible
-        return torch.ones_like(visible) & seen.key_present[:, None, :, None]
+        return torch.ones_like(visible) & visibility.key_present[:, None, :, None]
 
 
 class Float64IsComputedInFloat32(TextbookAttention):
@@ -923,14 +948,19 @@ class ReadsBeforeWriting(TextbookDelta):
     """A query reads before the token at its position is written."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        seen = call.visibility
-        if seen is None or seen.right is None or call.state is not None or not isinstance(seen.offset, int):
+        visibility = call.visibility
+        if (
+            visibility is None
+            or visibility.right is None
+            or call.state is not None
+            or not isinstance(visibility.offset, int)
+        ):
             return super().attend(query, key, value, call)
-        seen.offset -= 1
+        visibility.offset -= 1
         try:
             return super().attend(query, key, value, call)
         finally:
-            seen.offset += 1
+            visibility.offset += 1
 
 
 class DecaysAfterWriting(TextbookGatedDelta):
@@ -1014,25 +1044,27 @@ class WindowForgetsThePadding(TextbookAttention):
     """A window's own mask replaces the key mask."""
 
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
+        visibility = call.visibility
         visible = super().visible(call, shape, device)
-        if seen is None or seen.left is None or seen.key_present is None or call.state is not None:
+        if visibility is None or visibility.left is None or visibility.key_present is None or call.state is not None:
             return visible
-        plain = Visibility(seen.batch, seen.num_heads, seen.query_length, seen.key_length, device)
-        plain.left, plain.right, plain.offset = seen.left, seen.right, seen.offset
+        plain = Visibility(
+            visibility.batch, visibility.num_heads, visibility.query_length, visibility.key_length, device
+        )
+        plain.left, plain.right, plain.offset = visibility.left, visibility.right, visibility.offset
         return plain.dense().expand(shape) & visible.any(-1, keepdim=True)
 
 
 class SegmentsForgetCausal(TextbookAttention):
     def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        seen = call.visibility
-        if seen is None or seen.query_segments is None or seen.right != 0 or call.state is not None:
+        visibility = call.visibility
+        if visibility is None or visibility.query_segments is None or visibility.right != 0 or call.state is not None:
             return super().visible(call, shape, device)
-        seen.right = None
+        visibility.right = None
         try:
             return super().visible(call, shape, device)
         finally:
-            seen.right = 0
+            visibility.right = 0
 
 
 MUTANTS = (
@@ -1063,7 +1095,7 @@ MUTANTS = (
     Mutant(NeverInFloat64, "agrees_with_definition", ".float() on float64"),
     Mutant(TransposedWhereSquare, "agrees_with_definition", "k q^T where q k^T is meant"),
     Mutant(RoundsScores, "agrees_with_definition", "scores of ten bits"),
-    Mutant(ClampsScores, "survives_large_scores", "clamp(-50, 50)"),
+    Mutant(ClampsScores, "large_scores_do_not_overflow", "clamp(-50, 50)"),
     Mutant(KeepsTheLargest32, "agrees_with_definition", "32 keys are kept, `exact` is claimed"),
     Mutant(HidesItself, "agrees_with_definition", "the diagonal is hidden"),
     Mutant(HeadsAreSplitWithoutTranspose, "agrees_with_definition", "[B, L, H, D] for [B, H, L, D]"),
@@ -1111,7 +1143,7 @@ MUTANTS = (
     Mutant(ScaledByTheModelWidth, "agrees_with_definition", "sqrt(embed) where sqrt(head) is meant"),
     Mutant(SoftcapBeforeScale, "agrees_with_definition", "softcap on unscaled scores"),
     Mutant(BiasBeforeSoftcap, "agrees_with_definition", "bias is capped too"),
-    Mutant(SubtractsNoMaximum, "survives_large_scores", "exp overflows"),
+    Mutant(SubtractsNoMaximum, "large_scores_do_not_overflow", "exp overflows"),
     Mutant(TanhBeforeTheSum, "agrees_with_definition", "tanh(a) + tanh(b) where tanh(a + b) is meant"),
     Mutant(SwappedProjections, "agrees_with_definition", "W_q and W_k are swapped"),
     Mutant(TransposedGeneralScore, "agrees_with_definition", "W_a is transposed"),

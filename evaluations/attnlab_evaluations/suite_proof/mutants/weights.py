@@ -1,4 +1,4 @@
-"""Mutants of `checks/weights.py`: returned weights and lse that are wrong, or that change the output. Needs torch."""
+"""Mutants that the checks in `checks/weights.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
 from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookDistance, TextbookDot, wide
 from attnlab_evaluations.suite_proof.correct.textbook_sums import TextbookMaps
 from attnlab_evaluations.suite_proof.correct.textbook_tiled import TextbookTiled
-from attnlab_evaluations.suite_proof.mutants._shared import _Returned
+from attnlab_evaluations.suite_proof.mutants._shared import _Backward, _Returned
 
 Shape = tuple[int, int, int, int]
 
@@ -108,9 +108,9 @@ class WeightsSumToOneDespiteSinks(_Returned):
 class EffectiveWeightsLoseTheirGroup(TextbookMaps):
     """Effective weights are computed with the tiled order of key heads."""
 
-    def _weights(self, q: Tensor, k: Tensor, seen: Any) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor, visible: Any) -> Tensor:
         group = q.shape[1] // k.shape[1]
-        return super()._weights(q, k.repeat(1, group, 1, 1), seen)
+        return super()._weights(q, k.repeat(1, group, 1, 1), visible)
 
 
 class LseIsTheMaximum(TextbookAttention):
@@ -142,7 +142,39 @@ class LsePathForgetsTheSoftcap(TextbookAttention):
         return s if call.need_lse else super().capped(s, call)
 
 
-MUTANTS = (
+class LseGradientIsIgnored(_Backward):
+    def delta(self, d_out: Tensor, d_lse: Tensor, out: Tensor) -> Tensor:
+        return super().delta(d_out, torch.zeros_like(d_lse), out)
+
+
+class RepairsTheWeightsThatItShows(TextbookAttention):
+    """Of rows that a bias hides, the weights that are returned are repaired after the softmax: NaN backward."""
+
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        hidden = s.masked_fill(~visible, -torch.inf)
+        self.repaired = weights if sinks is not None else torch.softmax(hidden, -1).nan_to_num(0)
+        return weights, lse
+
+    def shown(self, weights: Tensor, used: Tensor) -> Tensor:
+        return self.repaired
+
+
+class DetachedWeights(TextbookAttention):
+    """The weights used carry gradient, the ones returned do not."""
+
+    def shown(self, weights: Tensor, used: Tensor) -> Tensor:
+        return weights.detach() + 0.0 * weights
+
+
+class LseIsDetachedHalfway(_Returned):
+    """The logarithm of the sum carries gradient, the maximum that is added back does too: it is counted twice."""
+
+    def lse_of(self, lse: Tensor, call: Call) -> Tensor:
+        return lse + 0.5 * (lse - lse.detach()) if lse.requires_grad and not bool(lse.isinf().any()) else lse
+
+
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(SubtractsTheTilesMaximum, "lse_matches_definition", "a maximum that lse misses"),
     Mutant(ForgetsTheQuerysNorm, "lse_matches_definition", "a term that cancels in the softmax alone"),
     Mutant(WeightsAfterDropout, "weights_of_a_row_sum_to_one", "weights are returned after dropout"),
@@ -152,14 +184,24 @@ MUTANTS = (
     Mutant(SinksAreLeftOutOfTheNormaliser, "lse_matches_definition", "sinks are accepted and dropped"),
     Mutant(LseToTheBaseTwo, "lse_matches_definition", "a kernel's exp2 domain leaks out"),
     Mutant(WeightsAreLogarithms, "weights_match_definition", "log weights are returned"),
-    Mutant(WeightsPathLosesCausal, "asking_for_more_changes_nothing", "the path that returns weights drops causal"),
+    Mutant(
+        WeightsPathLosesCausal,
+        "requesting_weights_or_lse_changes_no_output",
+        "the path that returns weights drops causal",
+    ),
     Mutant(WeightsAreTransposed, "weights_match_definition", "weights[k, q]"),
     Mutant(WeightsOfTheFirstItem, "out_is_weights_times_value", "item 0's weights for all"),
     Mutant(WeightsSumToOneDespiteSinks, "out_is_weights_times_value", "weights are normalised again"),
     Mutant(EffectiveWeightsLoseTheirGroup, "out_is_weights_times_value", "k0, k1, k0, k1 in the weights alone"),
     Mutant(LseIsTheMaximum, "lse_matches_definition", "the maximum without the sum"),
     Mutant(LseForgetsTheBias, "lse_matches_definition", "lse without bias"),
-    Mutant(WeightsPathForgetsTheScale, "asking_for_more_changes_nothing", "the path with weights drops scale="),
-    Mutant(LsePathForgetsTheSoftcap, "asking_for_more_changes_nothing", "the path with lse drops softcap="),
+    Mutant(
+        WeightsPathForgetsTheScale, "requesting_weights_or_lse_changes_no_output", "the path with weights drops scale="
+    ),
+    Mutant(LsePathForgetsTheSoftcap, "requesting_weights_or_lse_changes_no_output", "the path with lse drops softcap="),
     Mutant(LseIsRoundedOnTheWay, "lse_matches_definition", "lse of a bfloat16 sum, cast up"),
+    Mutant(LseGradientIsIgnored, "gradients_flow_through_lse", "lse is returned in the graph and gives no gradient"),
+    Mutant(RepairsTheWeightsThatItShows, "gradients_flow_through_weights", "NaN through the weights of dead rows"),
+    Mutant(DetachedWeights, "gradients_flow_through_weights", "returned weights are detached"),
+    Mutant(LseIsDetachedHalfway, "gradients_flow_through_lse", "lse's gradient is half too large"),
 )

@@ -1,4 +1,4 @@
-"""Mutants of `checks/dead_rows.py`: queries that see no key and still give or receive something. Needs torch."""
+"""Mutants that the checks in `checks/padding.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from attnlab import Call
 from attnlab.hooks import Mutant
 from attnlab_evaluations.suite_proof.correct.heads import TalkingHeadsAttention
 from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
+from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookCosine
 from attnlab_evaluations.suite_proof.correct.textbook_tiled import TextbookTiled
-from attnlab_evaluations.suite_proof.mutants._shared import _Backward, _Returned
+from attnlab_evaluations.suite_proof.mutants._shared import _Backward, _length, _Returned, before_validation
 
 
 class NegativeInfinityInTheBiasStays(TextbookAttention):
@@ -83,7 +84,30 @@ class LseOfDeadRowsIsFinite(_Returned):
         return lse.clamp(min=-1e30)
 
 
-MUTANTS = (
+class NormsAreNeverZero(TextbookCosine):
+    """x / |x|: a zero vector, as padding holds it, is 0 / 0."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        return x / _length(x)
+
+
+def _keep_raw(named: dict[str, Any]) -> None:
+    named["module"].raw = (named["key"], named["value"])
+
+
+@before_validation(_keep_raw)
+class ReadsWhatTheGateCleaned(TextbookAttention):
+    raw: tuple[Tensor, Tensor]
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        return super().scores(q, self.grouped(self.raw[0]).to(q.dtype) if call.state is None else k, call)
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        raw = self.grouped(self.raw[1]).to(v.dtype)
+        return weights @ (raw if raw.shape == v.shape else v)
+
+
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(NegativeInfinityInTheBiasStays, "dead_rows_are_zero", "-inf in a bias becomes a large number"),
     Mutant(SinksKeepDeadRowsAlive, "dead_rows_are_zero", "lse of a dead row with a sink"),
     Mutant(DeadRowsAreOneBackward, "dead_rows_receive_no_gradient", "NaN backward in rows that see nothing"),
@@ -95,4 +119,7 @@ MUTANTS = (
     ),
     Mutant(FillsWithMinus1e9, "dead_rows_are_zero", "masked_fill(-1e9) turns a dead row into a mean"),
     Mutant(LseOfDeadRowsIsFinite, "dead_rows_are_zero", "-1e30 for -inf"),
+    Mutant(NormsAreNeverZero, "padding_receives_no_gradient", "0 / 0 at a zero vector"),
+    Mutant(ReadsWhatTheGateCleaned, "padding_does_not_affect_outputs", "a kernel is handed the uncleaned tensors"),
+    Mutant(ReadsWhatTheGateCleaned, "padding_receives_no_gradient", "a kernel is handed the uncleaned tensors"),
 )
