@@ -204,3 +204,56 @@ def test_core_commands_load_no_hooks(command: list[str]) -> None:
 def test_modules_are_known_by_one_name_only() -> None:
     wrong = [n for n in sys.modules if n.split(".")[0] in ("core", "plugins", "evaluations")]
     assert not wrong, "a checkout folder is not a package"
+
+
+CYCLES_WITH_A_REASON: dict[tuple[str, ...], str] = {}
+
+
+def import_graph() -> dict[str, dict[str, int]]:
+    """For each module the modules that it imports at run time, in functions too, with the line."""
+    known = {name: tree for package in ROOTS for name, tree in modules(package).items()}
+    graph: dict[str, dict[str, int]] = {}
+    for module, tree in known.items():
+        path = ROOT / ROOTS[module.split(".")[0]] / module.replace(".", "/")
+        typing_only = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for inner in ast.walk(node)
+        }
+        graph[module] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in typing_only:
+                for origin, name, line in imports(module, node, path.is_dir()):
+                    target = f"{origin}.{name}" if f"{origin}.{name}" in known else origin
+                    if target in known and target != module:
+                        graph[module].setdefault(target, line)
+    return graph
+
+
+def chain(graph: dict[str, dict[str, int]], start: str) -> list[str]:
+    """The shortest way from `start` back to itself, each step as `module:line`; empty if there is none."""
+    ways: dict[str, list[str]] = {target: [f"{start}:{line}"] for target, line in graph[start].items()}
+    queue = list(ways)
+    while queue:
+        module = queue.pop(0)
+        if module == start:
+            return [*ways[module], start]
+        for target, line in graph[module].items():
+            if target not in ways:
+                ways[target] = [*ways[module], f"{module}:{line}"]
+                queue.append(target)
+    return []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = import_graph()
+    chains = {tuple(sorted({step.partition(":")[0] for step in way})): way for m in graph if (way := chain(graph, m))}
+    wrong = [" -> ".join(way) for pair, way in chains.items() if pair not in CYCLES_WITH_A_REASON]
+    assert not wrong, "import cycles:\n" + "\n".join(wrong)
+
+
+def test_the_chain_of_a_cycle_is_named() -> None:
+    graph = {"a": {"b": 3}, "b": {"c": 7}, "c": {"a": 1}, "d": {"a": 2}}
+    assert chain(graph, "a") == ["a:3", "b:7", "c:1", "a"]
+    assert chain(graph, "d") == []

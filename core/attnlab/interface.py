@@ -299,8 +299,10 @@ class Attention(nn.Module):
         call = Call(
             visibility, scale, bias, softcap, score_mod, sinks, gates, dropout_p, need_weights, need_lse, state, reading.recording
         )  # fmt: skip
-        result = self._attend_once(query, key, value, call)
-        return self._finish(result, call, signature)
+        keys = key.shape[2] if visibility is None else visibility.key_length
+        if not (query.shape[0] and query.shape[2] and keys):
+            return self._finish(self._empty_output(query, key, value, call, keys), call, None)
+        return self._finish(self.attend(query, key, value, call), call, signature)
 
     # -- the stages that belong to the variant ------------------------------------------------------------------
 
@@ -317,25 +319,21 @@ class Attention(nn.Module):
         if not in_graph:
             self._validated.put(request, True)
 
-    def _attend_once(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        """`attend`, or zeros where there is nothing to attend to."""
-        keys = key.shape[2] if call.visibility is None else call.visibility.key_length
-        if not (query.shape[0] and query.shape[2] and keys):
-            output = stages.empty_output(self.value_dim, query, key, value, call, keys)
-            if call.state is None:
-                return output
-            return output._replace(state=self.absorb(key, value, call) if key.shape[2] else call.state.renewed())
-        result = self.attend(query, key, value, call)
+    def _empty_output(self, query: Tensor, key: Tensor, value: Tensor, call: Call, keys: int) -> AttentionOutput:
+        """The output of a call without queries, keys or batch, and the state after its keys; `attend` is not called."""
+        output = stages.empty_output(self.value_dim, query, key, value, call, keys)
+        if call.state is None:
+            return output
+        return output._replace(state=self.absorb(key, value, call) if key.shape[2] else call.state.renewed())
+
+    def _finish(self, result: AttentionOutput, call: Call, signature: Any) -> AttentionOutput:
+        """`result` with zeros in the rows of padded queries; the state is spent, and the signature is valid from now on."""
+        state, visibility = call.state, call.visibility
         if not isinstance(result, AttentionOutput):
             raise WrongResult(
                 f"{self.name}: {type(self).__name__}.attend must return an AttentionOutput, got a {type(result).__name__}; write "
                 "`return attnlab.AttentionOutput(out)`, with weights, lse and state after it where they are asked for"
             )
-        return result
-
-    def _finish(self, result: AttentionOutput, call: Call, signature: Any) -> AttentionOutput:
-        """`result` with zeros in the rows of padded queries; the state is spent, and the signature is valid from now on."""
-        state, visibility = call.state, call.visibility
         if state is not None:
             state.spend(self.name)  # only now: a call that fails leaves its state usable
             if result.state is not None:

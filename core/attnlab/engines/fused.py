@@ -34,9 +34,10 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, call: Call, scale
     """
     if not asks_for_out_alone(call):
         return None
+    certain = holds if torch.compiler.is_compiling() else bool  # in a graph, for every length that it serves
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     trained = call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled()
-    if query.device.type == "cpu" and (value.shape[3] != key.shape[3] or trained) and holds(pairs > PLAIN_ELEMENTS):
+    if query.device.type == "cpu" and (value.shape[3] != key.shape[3] or trained) and certain(pairs > PLAIN_ELEMENTS):
         return None  # torch would fall back to the plain formula, which forms every pair; tiles do not
     if scale is not None and scale <= 0:
         # torch's kernels scale after hiding with -inf, which 0 and negative scales turn into NaN and +inf.
@@ -61,7 +62,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, call: Call, scale
         if visibility.positional or visibility.query_segments is not None:
             rows = query.shape[0] if visibility.key_present is not None or visibility.query_segments is not None else 1
             rows = max(rows, query.shape[0] if isinstance(visibility.offset, Tensor) else 1)
-            if holds(rows * query.shape[2] * key.shape[2] > MASK_ELEMENTS):
+            if certain(rows * query.shape[2] * key.shape[2] > MASK_ELEMENTS):
                 return None
         if visibility.pairwise:
             mask = _once(visibility.dense())

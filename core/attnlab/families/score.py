@@ -158,9 +158,10 @@ class ScoreAttention(Attention):
         scale = 1.0 if scale is None else float(scale)
         if self.inner_product and reweight is None and not self.hides:
             shared = value if key.shape[1] == value.shape[1] else expand_heads(value, key.shape[1])
-            band, visible = band_of(call, query, key), call.visibility
-            if band is not None and visible is not None:
-                inside = banded_attention(query, key, shared, band, scale, visible.key_present)
+            visibility = call.visibility
+            windowed = visibility is not None and visibility.left is not None
+            if windowed and visibility is not None and (band := band_of(call, query, key)) is not None:
+                inside = banded_attention(query, key, shared, band, scale, visibility.key_present)
                 return AttentionOutput(inside.to(value.dtype))
             out = fused_attention(query, key, shared, call, scale)
             if out is not None:

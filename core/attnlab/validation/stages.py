@@ -17,7 +17,6 @@ from attnlab._quoting import quoted
 from attnlab._tracing import proxy_hint
 from attnlab.call import Arguments, AttentionOutput, Call
 from attnlab.capabilities import GateSpec
-from attnlab.engines.triton_launch import are_plain
 from attnlab.errors import InvalidInput
 from attnlab.state import State
 from attnlab.state.origin import origin_of
@@ -364,17 +363,9 @@ def clear_padding(
     return query, key, value, gates
 
 
-_zero: Tensor | None = None  # 0-d, so that the other tensor decides the dtype and the device
-
-
 def clear_keys(key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
     """Both with zeros in the slots of `padding [B, 1, Lk, 1]`, each in one pass; `masked_fill` takes two."""
-    global _zero
-    if not are_plain(key, value, padding):  # a trace or a transform would not know the constant
-        return key.masked_fill(padding, 0), value.masked_fill(padding, 0)
-    if _zero is None:
-        _zero = torch.zeros((), device="cpu")
-    return torch.where(padding, _zero, key), torch.where(padding, _zero, value)
+    return torch.where(padding, 0.0, key), torch.where(padding, 0.0, value)
 
 
 def zero_padded_queries(result: AttentionOutput, present: Tensor, weights_are_zero: bool) -> AttentionOutput:

@@ -239,13 +239,14 @@ class Visibility:
         """
         if torch._C._get_tracing_state() is not None:
             return
+        certain = holds if torch.compiler.is_compiling() else bool  # in a graph, for every length that it serves
         if isinstance(self.offset, int) and self.query_segments is None:
-            if self.right is not None and holds(self.offset + self.right >= self.key_length - 1):
+            if self.right is not None and certain(self.offset + self.right >= self.key_length - 1):
                 self.right = None
             furthest = self.query_length - 1 + self.offset
-            if self.strict_left is not None and holds(furthest - self.strict_left <= 0):
+            if self.strict_left is not None and certain(furthest - self.strict_left <= 0):
                 self.strict_left = None
-            if self.left is not None and holds(furthest - self.left <= 0):
+            if self.left is not None and certain(furthest - self.left <= 0):
                 self.left = None
 
     def narrowed(self, left: int | None, right: int | None, sink_tokens: int = 0) -> Visibility:

@@ -14,7 +14,7 @@ MODULES = (
     *("registry", "golden", "values", "extremes", "dtypes", "half_sums", "masks", "padding", "weights", "layout"),
     *("sizes", "independence", "gradients", "dropout", "packed", "state", "state_offsets", "state_masks"),
     *("state_modes", "state_copies", "state_life", "laws", "modules", "transforms", "threads", "devices", "settings"),
-    *("memory", "graphs", "refusals", "entrances", "constructors"),
+    *("memory", "fast_path", "graphs", "refusals", "entrances", "constructors"),
 )
 
 ALL: tuple[Check, ...] = tuple(check for name in MODULES for check in import_module(f"{__name__}.{name}").CHECKS)
