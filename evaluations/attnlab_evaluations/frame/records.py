@@ -101,7 +101,7 @@ class Records:
         """Write one finished cell in a single durable append, and return it as it will be read back."""
         if status not in STATUS:
             raise InvalidInput(f"record: status must be one of {', '.join(STATUS)}, got {status!r}")
-        record = clean({"schema": SCHEMA_VERSION, "key": key, "status": status, **fields})
+        record: dict[str, Any] = clean({"schema": SCHEMA_VERSION, "key": key, "status": status, **fields})
         _append(self.path, json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n")
         self._by_key[key] = record
         return record

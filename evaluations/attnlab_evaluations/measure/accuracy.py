@@ -168,7 +168,7 @@ def row_blocks(calls: Calls, n: int, draw: int, budget: int = SCALARS) -> list[T
     rest = others.nonzero().flatten()
     rest = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(draw))]
     ordered = torch.cat((edges, rest))
-    return [block.sort().values for block in ordered.split(rows_at_once(calls, n, budget))]
+    return [block.sort().values for block in torch.split(ordered, rows_at_once(calls, n, budget))]
 
 
 def rows_at_once(calls: Calls, n: int, budget: int = SCALARS) -> int:

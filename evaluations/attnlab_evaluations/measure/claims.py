@@ -149,7 +149,7 @@ def chance(ratios: Sequence[float], floor: float) -> tuple[float, str]:
 
 def _tail(n: int, least: int) -> float:
     """The probability of `least` or more heads in `n` throws."""
-    return sum(math.comb(n, k) for k in range(least, n + 1)) / 2**n
+    return float(sum(math.comb(n, k) for k in range(least, n + 1)) / 2**n)
 
 
 def rounds_for(claims: int) -> int:

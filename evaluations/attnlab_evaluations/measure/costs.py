@@ -173,4 +173,4 @@ def extrapolate(
     if len(known) > 1:
         before, earlier = known[-2]
         slope = min(max(math.log(value / earlier) / math.log(last / before), low), high)
-    return value * (length / last) ** slope
+    return float(value * (length / last) ** slope)

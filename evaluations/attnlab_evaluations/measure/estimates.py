@@ -101,7 +101,7 @@ def growth(calls: Calls | None) -> float:
     parts = calls.parts if calls is not None else ()
     if calls is None or not parts:
         return 2.0
-    at = {**sizes(parts[0]), "causal": parts[0].causal, "options": calls.instances[0].options}
+    at: dict[str, Any] = {**sizes(parts[0]), "causal": parts[0].causal, "options": calls.instances[0].options}
     half = {**at, **{word: max(1, at[word] // 2) for word in ("query_length", "key_length")}}
     whole = costs.forward_cost(calls.instances[0].formula, **at)
     less = costs.forward_cost(calls.instances[0].formula, **half)

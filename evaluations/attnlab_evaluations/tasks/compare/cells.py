@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Cells:
                     self._error(problem, name, result)
         for name, result in able.items():
             for metric in self.metrics:
-                self._simple(problem, name, result, metric.name, lambda c=result, m=metric: m.measure(c))
+                self._simple(problem, name, result, metric.name, partial(metric.measure, result))
             if problem.moves is not None:
                 progress.say(f"{self.workload}: {place}: {name} in every layer")
                 self._simple(problem, name, result, "moves", lambda c=result: problem.moves(c.instances))  # type: ignore[misc]

@@ -214,11 +214,13 @@ class Calls:
         part = self.parts[n]
         if part.past:
             state = self.past_state(n).clone()
-            return self._step(n, state).out
+            out: Tensor = self._step(n, state).out
+            return out
         request = part.keywords()
         if self.gates[n]:
             request["gates"] = self.gates[n]
-        return self.instances[n](part.query, part.key, part.value, **request).out
+        out = self.instances[n](part.query, part.key, part.value, **request).out
+        return out
 
     def past_state(self, n: int) -> Any:
         """The state that holds the past of part `n`, fed once and kept until `free`."""
@@ -255,7 +257,8 @@ class Calls:
                 state = self.past_state(n).clone()
         answer = self._step(n, state)
         self._going[n] = answer.state
-        return answer.out
+        out: Tensor = answer.out
+        return out
 
     def forward_backward(self) -> None:
         """Every part's output and the gradients of inputs and parameters, one part after another."""

@@ -147,7 +147,8 @@ class _Run:
                 budget.skip(cell)
                 self.timed.append(known or _gated(cell, gate))
                 continue
-            started, outcome = self.clock(), (OVER, LOST if lost else NO_TIME, {})
+            started = self.clock()
+            outcome: tuple[str, str, dict[str, Any]] = (OVER, LOST if lost else NO_TIME, {})
             if budget.left > longest and not lost:
                 self.progress.say(f"{cell.variant}: L={cell.length}, D={cell.width}, {cell.phase}")
                 outcome = self._timed(cell, budget.take(cell), cell_runner)

@@ -68,4 +68,4 @@ def reason(cell: Cell) -> str:
 
 
 def _ordered(words: object) -> list[str]:
-    return list(dict.fromkeys(words))  # type: ignore[call-overload,no-any-return]
+    return list(dict.fromkeys(words))  # type: ignore[call-overload]

@@ -55,7 +55,7 @@ class _quiet:
         self.warnings.__enter__()
         warnings.simplefilter("ignore")
         self.level, self.threads = logging.get_verbosity(), torch.get_num_threads()
-        logging.set_verbosity_error()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)  # models this small are slower with more
 
     def __exit__(self, *error: object) -> None:

@@ -16,7 +16,12 @@ VOCABULARY, LENGTH, SHORT = 99, 11, 7
 _FIRST_WORD, _END = 3, 98  # below are special tokens; the last is CLIP's end of text
 _IMAGE = {"image_size": 16, "patch_size": 4}
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-_DECODER = {**_BERT, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCABULARY}
+_DECODER: dict[str, int | None] = {
+    **_BERT,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCABULARY,
+}
 _DECODER |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 _SEQ2SEQ = {
     "d_model": 32,

@@ -59,6 +59,7 @@ def time_calls(
     return result.samples
 
 
-def random_inputs(heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:
+def random_inputs(heads: int, length: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
-    return tuple(torch.randn(1, heads, length, width, generator=generator) for _ in range(3))
+    query, key, value = (torch.randn(1, heads, length, width, generator=generator) for _ in range(3))
+    return query, key, value

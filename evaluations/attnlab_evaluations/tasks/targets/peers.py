@@ -44,7 +44,10 @@ def chunked_delta(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, ch
 
     `(1 + tril(beta K K^T, -1))^-1` row by row, then one state between chunks. beta `[B, H, L]`; `chunk` must divide L. No scale.
     """
-    q, k, v, b = (x.unflatten(2, (-1, chunk)) for x in (query, key, value, beta[..., None]))
+    q, k, v, b = (
+        x.unflatten(2, (-1, chunk))  # type: ignore[no-untyped-call]
+        for x in (query, key, value, beta[..., None])
+    )
     written = k * b
     inverse = -(written @ k.transpose(-1, -2)).tril(-1)  # [B, H, N, C, C]
     for i in range(1, chunk):

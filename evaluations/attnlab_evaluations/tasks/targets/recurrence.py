@@ -63,12 +63,12 @@ def constant_steps(name: str, budget: float, seed: int) -> Target:
     variant = attnlab.create(name, num_heads=HEADS, head_dim=WIDTH)
     calls: dict[str, Callable[[], object]] = {}
     for length in (SHORT, LONG):
-        held = [variant.init_state(1)]
+        held: list[attnlab.State | None] = [variant.init_state(1)]
         for at in range(0, length, SHORT):
             held[0] = _fed(variant, held[0], _inputs(SHORT, seed=at)).state
         token = [x[:, :, :1] for x in _inputs(SHORT)]
 
-        def step(held: list[attnlab.State] = held, token: list[Tensor] = token) -> Tensor:
+        def step(held: list[attnlab.State | None] = held, token: list[Tensor] = token) -> Tensor:
             answer = _fed(variant, held[0], token)
             held[0] = answer.state
             return answer.out
@@ -91,7 +91,7 @@ def _inputs(length: int, seed: int = 0) -> list[Tensor]:
     return [query, torch.nn.functional.normalize(key, dim=-1), value, beta]
 
 
-def _fed(variant: attnlab.Attention, state: attnlab.State, tokens: list[Tensor]) -> attnlab.AttentionOutput:
+def _fed(variant: attnlab.Attention, state: attnlab.State | None, tokens: list[Tensor]) -> attnlab.AttentionOutput:
     gates = {"beta": tokens[3]} if "beta" in variant.gates else None
     answer: attnlab.AttentionOutput = variant(*tokens[:3], causal=True, gates=gates, state=state)
     return answer

