@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 80  # lines of a function, which then fits a screen
 LONGER = {  # with the reason of each
-    "core/attnlab/interface.py:forward": "the signature of every call and its stages; to be cut into named stages",
     **dict.fromkeys(
         [
             "core/attnlab/engines/recurrence_kernels.py:backward_kernel",

@@ -107,7 +107,7 @@ class SlidingWindowAttention(ScoreAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> WindowState:
-        """An empty cache that keeps what the window can see: memory is bounded by the window, `capacity` by nothing but its word."""
+        """An empty cache of the keys and values inside the window, which bounds its memory; `capacity` bounds its number of tokens."""
         return WindowState.for_window(
             self.left, self.sink_tokens, batch, self.num_kv_heads, self.key_dim, self.value_dim, capacity, device, dtype
         )

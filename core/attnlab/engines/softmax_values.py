@@ -1,4 +1,4 @@
-"""`softmax(s) v` of whole rows with a graph, in one large tensor less than torch takes: the gradient of scores lies where that of weights was.
+"""`softmax(s) v` of whole rows with a graph, in one large tensor less than torch takes: the gradient of the scores reuses the memory of the weights' gradient.
 
 Needs torch.
 """

@@ -121,17 +121,17 @@ class MultiHeadAttention(nn.Module):
             raise InvalidInput(f"MultiHeadAttention: no argument is called {unknown!r}; {nearest(unknown, ARGUMENTS)}")
         if not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        absent_queries, absent_keys = _absent_slots(query, key, arguments)
-        # What lies in absent slots must not reach the projections' gradients.
-        if absent_keys is not None:
-            key, value = key.masked_fill(absent_keys, 0), value.masked_fill(absent_keys, 0)
+        padded_queries, padded_keys = _padding(query, key, arguments) if arguments else (None, None)
+        # The contents of padding must not reach the gradients of the projections.
+        if padded_keys is not None:
+            key, value = key.masked_fill(padded_keys, 0), value.masked_fill(padded_keys, 0)
             query = query if self.short_convolution is None else key
-        if absent_queries is not None:
-            query = query.masked_fill(absent_queries, 0)
+        if padded_queries is not None:
+            query = query.masked_fill(padded_queries, 0)
         made, inputs = self.attention, arguments.get("state")
         q, k, v = self.query_projection(query), self.key_projection(key), self.value_projection(value)
         if self.short_convolution is not None:
-            present = None if absent_keys is None else ~absent_keys[..., 0]
+            present = None if padded_keys is None else ~padded_keys[..., 0]
             (q, k, v), history = self.short_convolution.over((q, k, v), inputs, present, _part(arguments, "segments"))
             if inputs is not None:
                 arguments["state"] = inputs.inner
@@ -207,35 +207,35 @@ class GateProjections(nn.ModuleDict):
         return gate if spec.shape.endswith("Dk]") else gate[..., 0]
 
 
+_PADDING = ("key_mask", "key_lengths", "query_lengths", "segments")
+
+
 def _part(arguments: Mapping[str, Any], name: str) -> Any:
-    """A visibility argument, given loose or in an `AttentionMask`."""
-    mask = arguments.get("mask")
-    stated = mask if isinstance(mask, AttentionMask) else AttentionMask()
-    loose = arguments.get(name)
-    return getattr(stated, name) if loose is None or loose is False else loose
+    """A part of the mask, from the argument of that name or from an `AttentionMask`."""
+    part, mask = arguments.get(name), arguments.get("mask")
+    stated = (part is None or part is False) and isinstance(mask, AttentionMask)
+    return getattr(mask, name) if stated else part
 
 
-def _absent_slots(query: Tensor, key: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-    """Bool `[B, L, 1]` of the absent slots of `query` and of `key [B, L, E]`; None where all are present.
+def _padding(query: Tensor, key: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    """Which slots of `query` and of `key [B, L, E]` are padding, bool `[B, L, 1]`; None if none is.
 
-    Parts of the wrong shape are left to the gate, which names them.
+    Parts of the wrong shape are left to the variant, whose validation names them.
     """
-    segments = _part(arguments, "segments")
+    key_mask, key_lengths, query_lengths, segments = (_part(arguments, name) for name in _PADDING)
     query_ids, key_ids = segments if isinstance(segments, (tuple, list)) and len(segments) == 2 else (None, None)
-    absent_keys = _absent(key, _part(arguments, "key_mask"), _part(arguments, "key_lengths"), key_ids)
-    absent_queries = _absent(query, None, _part(arguments, "query_lengths"), query_ids)
-    return absent_queries, absent_keys
+    return _padded(query, None, query_lengths, query_ids), _padded(key, key_mask, key_lengths, key_ids)
 
 
-def _absent(x: Tensor, present: Any, lengths: Any, ids: Any) -> Tensor | None:
-    """Bool `[B, L, 1]` of the absent slots of `x [B, L, E]`; None where all are present."""
+def _padded(x: Tensor, present: Any, lengths: Any, ids: Any) -> Tensor | None:
+    """Which slots of `x [B, L, E]` are padding, bool `[B, L, 1]`; None if no argument of the right shape says so."""
     batch, length, _ = x.shape
-    absent: Tensor | None = None
+    padding: Tensor | None = None
     if isinstance(present, Tensor) and present.dtype == torch.bool and present.shape == (batch, length):
-        absent = ~present
+        padding = ~present
     if isinstance(lengths, Tensor) and lengths.shape == (batch,):
         beyond = torch.arange(length, device=x.device) >= lengths[:, None]
-        absent = beyond if absent is None else absent | beyond
+        padding = beyond if padding is None else padding | beyond
     if isinstance(ids, Tensor) and ids.shape == (batch, length):
-        absent = ids < 0 if absent is None else absent | (ids < 0)
-    return None if absent is None else absent[..., None]
+        padding = ids < 0 if padding is None else padding | (ids < 0)
+    return None if padding is None else padding[..., None]

@@ -1,4 +1,4 @@
-"""Variants that can little: one dtype, half precision, a window and nothing else, no gradients, a plain call. Needs torch."""
+"""Variants with few capabilities: one dtype, half precision, a window and nothing else, no gradients, a plain call. Needs torch."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from tabulate import tabulate
 
 import attnlab
 from attnlab import PluginError
+from attnlab.integrations.torch_mha import MultiheadAttention
 from attnlab_evaluations.frame import folders, provenance, records
 from attnlab_evaluations.frame.progress import Progress
 from attnlab_evaluations.measure.timing import Interval, exponent, median_interval, paired_ratio
@@ -98,6 +99,7 @@ def measure_targets(budget: float, seed: int, say: Callable[[str], None]) -> lis
     with torch.no_grad():
         say("dispatch")
         results.append(dispatch(share, seed))
+        results += modules(share, seed)
         results += interface_goals(share, seed, say)
         for length, causal, goal in ((1024, False, 1.02), (1024, True, 1.03), (4096, True, 1.03)):
             say(f"dot_product at {length}")
@@ -135,6 +137,28 @@ def dispatch(budget: float, seed: int) -> Target:
     differences = [(a - b) * 1e6 for a, b in zip(*pair, strict=True)]
     note = f"{statistics.median(pair[0]) * 1e6:.1f} against {statistics.median(pair[1]) * 1e6:.1f} us a call"
     return Target(what, "torch", median_interval(differences), "us", 4.0, note)
+
+
+def modules(budget: float, seed: int) -> list[Target]:
+    """`MultiHeadAttention`, and the drop-in for torch's module, over `nn.MultiheadAttention`: (1, 16, 32), 2 heads, eval, no weights."""
+    torchs = torch.nn.MultiheadAttention(32, 2, batch_first=True).eval()
+    ours = attnlab.MultiHeadAttention(32, 2).eval()
+    drop_in = MultiheadAttention.from_torch(torchs).eval()
+    tokens = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(seed))
+    calls: dict[str, Callable[[], object]] = {
+        "MultiHeadAttention": lambda: ours(tokens),
+        "the drop-in": lambda: drop_in(tokens, tokens, tokens, need_weights=False),
+    }
+    results = []
+    for name, call in calls.items():
+        pair = time_pair(call, lambda: torchs(tokens, tokens, tokens, need_weights=False), budget, seed)
+        what = f"{name}, (1, 16, 32), 2 heads"
+        if pair is None:
+            results.append(Target(what, "nn.MultiheadAttention", UNMEASURED, "x", 1.3, NO_TIME))
+            continue
+        note = f"{statistics.median(pair[0]) * 1e6:.1f} against {statistics.median(pair[1]) * 1e6:.1f} us a call"
+        results.append(Target(what, "nn.MultiheadAttention", paired_ratio(*pair), "x", 1.3, note))
+    return results
 
 
 def against_torch(length: int, causal: bool, goal: float, budget: float, seed: int) -> Target:
