@@ -24,7 +24,7 @@ LONGER = {  # with the reason of each
             "plugins/attnlab_plugins/flash/kernels/query_gradient.py:query_gradient_kernel",
         ],
         "a Triton kernel: its arguments are one a line, and helpers cannot hold its accumulators",
-    ),
+    )
 }
 SOURCES = sorted(
     path for folder in ("core", "plugins", "evaluations", "tests", ".ci") for path in (ROOT / folder).rglob("*.py")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attnlab.call import AttentionOutput
 from attnlab.errors import AttnlabError, InvalidInput
-from attnlab.integrations.transformers.call_facts import FactsOfCalls
+from attnlab.integrations._call_facts import FactsOfCalls
 from attnlab.interface import Attention
 
 __all__ = ["Captured", "capture"]

@@ -107,13 +107,8 @@ class MultiHeadAttention(nn.Module):
             require_convolvable(query, key, value, arguments.get("state"), partial(_part, arguments))
         key = query if key is None else key
         value = key if value is None else value
-        layout = {3: "[B, L, E]" if self.batch_first else "[L, B, E]"}
-        for word, x, width, projection in (
-            ("query", query, self.embed_dim, self.query_projection),
-            ("key", key, self.kdim, self.key_projection),
-            ("value", value, self.vdim, self.value_projection),
-        ):
-            check_input("MultiHeadAttention", word, x, layout, width, plain_weight(projection))
+        projections = self.query_projection, self.key_projection, self.value_projection  # once: a lookup takes time
+        self._check(query, key, value, projections)
         if "dropout_p" in arguments:
             raise InvalidInput("MultiHeadAttention: dropout is set once, with dropout= when the module is made")
         if not arguments.keys() <= ARGUMENTS:
@@ -129,7 +124,7 @@ class MultiHeadAttention(nn.Module):
         if padded_queries is not None:
             query = query.masked_fill(padded_queries, 0)
         made, inputs = self.attention, arguments.get("state")
-        q, k, v = self.query_projection(query), self.key_projection(key), self.value_projection(value)
+        q, k, v = projections[0](query), projections[1](key), projections[2](value)
         if self.short_convolution is not None:
             present = None if padded_keys is None else ~padded_keys[..., 0]
             (q, k, v), history = self.short_convolution.over((q, k, v), inputs, present, _part(arguments, "segments"))
@@ -140,7 +135,7 @@ class MultiHeadAttention(nn.Module):
         v = v.unflatten(-1, (made.num_kv_heads, -1)).transpose(1, 2)  # [B, Hkv, Lk, Dv]
         if made.qk_l2norm:
             q, k = unit_length(q), unit_length(k)
-        if self.gate_projections and "gates" not in arguments:
+        if made.gates and "gates" not in arguments:
             arguments["gates"] = self.gate_projections(key)
         if self.training and self.dropout:
             arguments["dropout_p"] = self.dropout
@@ -148,7 +143,19 @@ class MultiHeadAttention(nn.Module):
         if self.short_convolution is not None and inputs is not None:
             result = result._replace(state=inputs.followed(result.state, history))
         out = self.out_projection(result.out.transpose(1, 2).flatten(2))  # [B, Lq, E]
-        return result._replace(out=out if self.batch_first else out.transpose(0, 1))
+        out = out if self.batch_first else out.transpose(0, 1)
+        return AttentionOutput(out, result.weights, result.lse, result.state)
+
+    def _check(self, query: Any, key: Any, value: Any, projections: tuple[nn.Module, ...]) -> None:
+        """`InvalidInput` for an input that does not fit its projection; one tensor in all three places is looked at once."""
+        layout = {3: "[B, L, E]" if self.batch_first else "[L, B, E]"}
+        weights = [plain_weight(projection) for projection in projections]
+        check_input("MultiHeadAttention", "query", query, layout, self.embed_dim, weights[0])
+        same = weights[0] is not None and all(w is not None and w.dtype == weights[0].dtype for w in weights)
+        if key is query and value is query and same and self.kdim == self.vdim == self.embed_dim:
+            return
+        check_input("MultiHeadAttention", "key", key, layout, self.kdim, weights[1])
+        check_input("MultiHeadAttention", "value", value, layout, self.vdim, weights[2])
 
     def init_state(
         self,

@@ -12,8 +12,8 @@ from attnlab.call import AttentionOutput
 from attnlab.capabilities import Capabilities
 from attnlab.engines import unit_length
 from attnlab.errors import AttnlabError, UnsupportedRequest
+from attnlab.integrations._call_facts import FactsOfCalls
 from attnlab.integrations.transformers.cache import StateLayer, first_position, state_layer
-from attnlab.integrations.transformers.call_facts import FactsOfCalls
 from attnlab.integrations.transformers.configs import put
 from attnlab.integrations.transformers.function import Callee, ModelFunction, check_positions
 from attnlab.integrations.transformers.layers import cross_source, queries_of, source_of
