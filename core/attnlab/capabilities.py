@@ -1,7 +1,7 @@
 """What a variant can be asked for, as frozen data. Needs only the standard library.
 
 A capability is *askable* (a request may use it; undeclared means refused) or a *property* (a law
-that the conformance suite checks where it is claimed). The gate of `Attention.forward` sees the
+that the conformance suite checks where it is claimed). `Attention.forward` reads the
 askables as one integer: a request's bits ANDed with the complement of the variant's.
 """
 

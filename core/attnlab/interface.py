@@ -1,7 +1,7 @@
-"""Attention: the base class of every variant, and the gate that each call passes once.
+"""Attention: the base class of every variant, and the stages that each call passes once.
 
-`forward` is final. It reads the request as an integer, refuses what the variant does not declare before any
-tensor work, settles visibility, cleans absent slots, and calls `attend` once; nothing comes back up.
+`forward` is final. It reads the request as an integer, refuses what the variant does not declare before any tensor work,
+resolves the visibility, clears padding, and calls `attend` once. docs/one-call.md lists its stages and their files.
 Layout, everywhere: query `[B, Hq, Lq, Dq]`, key `[B, Hkv, Lk, Dk]`, value `[B, Hkv, Lk, Dv]`.
 """
 
@@ -54,11 +54,11 @@ class Attention(nn.Module):
         check_options: options off their defaults with which checks and tests make further instances, such as
             `({"left": 3}, {"left": 3, "sink_tokens": 2})`: one mapping for each instance, for sequences of 5 to 40 tokens. They belong to
             the row that bears the class's own name; its presets are instances of their own.
-        zeroes_absent_rows: whether the `attend` of this very class gives weights that are 0 in the rows of absent queries, so that the gate
+        zeroes_absent_rows: whether the `attend` of this very class gives weights that are 0 in the rows of padded queries, so that validation
             hands them on as they are, and the output's gradient reaches them.
         fast_path: a `FastPath` with a shorter way to what `attend` of this very class returns, for requests that were validated before.
         refuses_more: whether an overridden `supports` may refuse what the capabilities declare. An instance whose own adds
-            nothing says False, and its calls are judged by their bits alone.
+            nothing says False, and only the bits of its calls are compared.
 
     Args: num_heads Hq; head_dim Dq; num_kv_heads Hkv (default Hq, must divide it); key_dim Dk (default Dq); value_dim Dv
     (default Dk). Raises `InvalidInput` for sizes below 1 or heads that do not divide, `UnsupportedRequest` for sizes
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         self._validated = BoundedCache()  # requests and signatures that were not refused
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a copy carries: nothing that the gate can work out again."""
+        """What a pickle or a copy carries: nothing that `_declare` derives again."""
         kept: dict[str, Any] = self.__dict__.copy()
         for name in ("_bits", "_gated", "_zeroes_rows", "_conflict_bits", "_examines", "_fast_path", "_validated"):
             kept.pop(name, None)
@@ -152,7 +152,7 @@ class Attention(nn.Module):
     # -- what a variant writes --------------------------------------------------------------------------------
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        """The mechanism itself. Called once, with a request that was judged and absent slots that hold zeros."""
+        """The mechanism itself: called once, with a valid request whose padding holds zeros."""
         raise PluginError(f"{type(self).__name__} writes no attend(query, key, value, call)")
 
     def default_scale(self) -> float | None:

@@ -1,6 +1,6 @@
 """What one call asks for, without its tensors: shapes, dtype, device and flags.
 
-`Attention.supports(request)` judges it; code paths inside a variant may be chosen from it alone.
+`Attention.supports(request)` returns the reasons to refuse it; code paths inside a variant may be chosen from it alone.
 Needs only the standard library, so tools can build requests without torch.
 """
 

@@ -174,7 +174,7 @@ def asks_for_out_alone(call: Call) -> bool:
 
 def _once(x: Tensor) -> Tensor:
     """`x` with each expanded (stride 0) axis of batch and heads as one: torch converts what it is handed, copies and all."""
-    if torch.compiler.is_compiling():  # which judges no stride that depends on a length
+    if torch.compiler.is_compiling():  # which decides on no stride that depends on a length
         return x
     for axis in (0, 1):
         if x.stride(axis) == 0 and x.shape[axis] > 1:

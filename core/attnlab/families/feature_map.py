@@ -195,7 +195,7 @@ class FeatureMapAttention(Attention):
     def _features(
         self, key: Tensor, value: Tensor, visibility: Visibility, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
-        """Features and values of new tokens in the wide dtype; absent slots' features are zero after the map."""
+        """Features and values of new tokens in the wide dtype; features of padding are zero after the map."""
         wide = self.sums_dtype(key.dtype)
         past = visibility.key_length - key.shape[2]
         at = slice(past + start, past + stop)

@@ -39,7 +39,7 @@ class RecurrentAttention(Attention):
     """A memory `S [B, Hkv, Dk, Dv]` that each token updates and each query reads.
 
     Write `update` and `read`; override `scan` for a chunked form. Query i reads after the token at its position; without
-    `causal` every query reads after the last. Absent tokens leave the memory as it was. Memory is float32 or better.
+    `causal` every query reads after the last. Padded tokens leave the memory as it was. Memory is float32 or better.
     """
 
     family: ClassVar[str] = "recurrent"
@@ -72,7 +72,7 @@ class RecurrentAttention(Attention):
     ) -> tuple[Tensor | None, Tensor]:
         """`(out [B, Hkv, G, n, Dv], memory)`: n tokens in order, each followed by the reading of its query `[B, Hkv, G, n, Dq]`.
 
-        query None reads nothing; present bool `[B, n]`: an absent token leaves the memory as it was. Token by token with `update` and
+        query None reads nothing; present bool `[B, n]`: a padded token leaves the memory as it was. Token by token with `update` and
         `read`; override it for a form that takes many at once. recording: whether autograd records.
         """
         outs, memory = scan_recurrence(

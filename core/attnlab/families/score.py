@@ -226,7 +226,7 @@ class ScoreAttention(Attention):
         """What this variant makes of `key [B, Hkv, Lk, Dk]` before any query is known, for queries that come one by one.
 
         The answer is called with `(query, value, **arguments)` as the variant is with `(query, key, value, **arguments)`; gradients
-        reach key and parameters through it. What is kept has the key's dtype. Slots that the calls will call absent may hold
+        reach key and parameters through it. The precomputed keys have the dtype of the key. Slots that are padding in the calls may hold
         anything where `key_mask` or `key_lengths` names them here as well. `InvalidInput` for a key of another shape.
         """
         fits = (

@@ -1,7 +1,7 @@
 """The definitions: what each formula means, in float64, plain and slow.
 
 A definition is a free function of inputs, parameters and boolean visibility. It calls no method of
-the class it judges and knows nothing of masks, caches or kernels; it is written from the paper, to be
+the class that it defines and knows nothing of masks, caches or kernels; it is written from the paper, to be
 read beside it. Every query row is computed from that row's visible keys alone, so a caller with long
 inputs may evaluate any subset of the query rows.
 
@@ -79,7 +79,7 @@ DEFINITIONS: Mapping[str, Definition] = MappingProxyType(
 
 
 def definition_of(variant: Any) -> Definition:
-    """The function that judges `variant` (an `Attention`, or its class).
+    """The definition of `variant` (an `Attention`, or its class).
 
     A definition that the class brings along comes first, then the shared one of its formula. A class
     with neither is a `PluginError` that names the formulas there are.

@@ -232,10 +232,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         sizes = Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1], batched)
         able = self.attention.capabilities
         request = translated(_NAME, able, sizes, query.device, key_padding_mask, attn_mask, bool(is_causal), appended)
-        if "key_mask" in request:  # what lies in absent slots must not reach the projections' gradients
-            absent = ~request["key_mask"][:, appended:, None]
-            key = key.masked_fill(absent, 0)
-            value = key if one_source else value.masked_fill(absent, 0)
+        if "key_mask" in request:  # the contents of padding must not reach the projections' gradients
+            padding = ~request["key_mask"][:, appended:, None]
+            key = key.masked_fill(padding, 0)
+            value = key if one_source else value.masked_fill(padding, 0)
         result = self._attended(query, key, value, request, bool(need_weights))
         heads_last = (0, 2, 1, 3) if self.batch_first or not batched else (2, 0, 1, 3)
         out = self.out_proj(result.out.permute(heads_last).flatten(2))  # [N, L, E] or [L, N, E]

@@ -1,4 +1,4 @@
-"""Arguments of modules at model width, judged and turned into a variant. Imported by `modules` and the adapters."""
+"""Arguments of modules at model width: their validation, and the variant that they name. Imported by `multi_head` and the adapters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def variant_of(
     num_kv_heads: int | None,
     options: Mapping[str, Any],
 ) -> Attention:
-    """The variant itself where an instance was given, else a new one by its name or config; `InvalidInput` where they disagree."""
+    """The variant itself if it is an instance, else a new one by its name or config; `InvalidInput` where they disagree."""
     if "head_dim" in options:
         raise InvalidInput(f"{subject}: head_dim follows from embed_dim and num_heads; leave it out")
     if not isinstance(variant, Attention):
@@ -46,9 +46,7 @@ def variant_of(
         inputs = sorted([*options, *(["num_kv_heads"] if num_kv_heads is not None else [])])
         raise InvalidInput(f"{subject}: options go with a name, but variant is an instance; got {inputs}")
     if variant.num_heads != num_heads:
-        raise InvalidInput(
-            f"{subject}: num_heads must be the {variant.num_heads} of the variant given, got {num_heads}"
-        )
+        raise InvalidInput(f"{subject}: num_heads must be the {variant.num_heads} of the variant, got {num_heads}")
     return variant
 
 

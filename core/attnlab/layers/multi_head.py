@@ -101,7 +101,7 @@ class MultiHeadAttention(nn.Module):
         """Attend; `out` is `[B, Lq, embed_dim]` (or `[Lq, B, embed_dim]`), weights stay per head `[B, H, Lq, Lk]`.
 
         key defaults to query (self-attention) and value to key. `arguments` are those of `Attention.forward`. With `conv_size` key and
-        value are left out, `causal=True` is given, and tokens that `key_mask` or `key_lengths` call absent have no queries either.
+        value are left out, `causal=True` is required, and tokens that `key_mask` or `key_lengths` mark as padding have no queries either.
         """
         if self.short_convolution is not None:
             require_convolvable(query, key, value, arguments.get("state"), partial(_part, arguments))

@@ -56,7 +56,7 @@ class ConvolvedState(State):
 class ShortConvolution(nn.Module):
     """`y_t = SiLU(sum_i w[:, K-1-i] x_{t-i})`, i from 0 to K-1: each channel by itself, from a token and those before it.
 
-    As in Gu and Dao 2023, "Mamba", section 3.4, and Yang et al. 2024, "Gated Delta Networks", section 3.4. Absent tokens are left out,
+    As in Gu and Dao 2023, "Mamba", section 3.4, and Yang et al. 2024, "Gated Delta Networks", section 3.4. Padded tokens are left out,
     wherever they stand: the last that was present comes before the next. Segments begin with nothing before them.
     Parameter `weight [C, K]`. Sums are float32 or better.
     """
@@ -161,7 +161,7 @@ def require_convolvable(query: Any, key: Any, value: Any, state: Any, part: Call
 
 
 def _order(present: Tensor | None, segments: Tensor | None) -> Tensor | None:
-    """Indices `[B, L]` that bring tokens of one segment beside each other, in their order, absent ones last."""
+    """Indices `[B, L]` that bring tokens of one segment beside each other, in their order, padded ones last."""
     if segments is None:
         return None if present is None else (~present).byte().argsort(dim=1, stable=True)
     ids = segments.long()

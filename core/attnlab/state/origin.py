@@ -1,6 +1,6 @@
 """What was computed from parameters and is kept, projected keys and sums of learned features, and whether they have changed since.
 
-Needs torch; imported by the gate and by `ScoreAttention.precompute`.
+Needs torch; imported by validation and by `ScoreAttention.precompute`.
 """
 
 from __future__ import annotations

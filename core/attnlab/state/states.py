@@ -26,7 +26,7 @@ class State:
 
     key_present: bool `[B, length]`, None where every token was present.
     key_segments: integers `[B, length]` of packed input, None otherwise.
-    leading: int64 `[B]`, how many absent tokens each row begins with, for a variant that reads where a sequence begins and keeps
+    leading: int64 `[B]`, how many padded tokens each row begins with, for a variant that reads where a sequence begins and keeps
         no key_present; None where no row begins with one, or nobody asks.
     origin: the parameters that its contents were computed from, None where they hold nothing of the kind.
     """
@@ -164,8 +164,8 @@ class CacheState(State):
     def append_step(self: C, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, C] | None:
         """`append` for one more token of a run of like calls, in as few steps as that takes: decoding is made of it.
 
-        None where the store must not be written or has no room, where gradients are wanted or absent tokens are remembered: then
-        `check` and `append` do it. Sizes, dtype and device must have been judged with the call before.
+        None where the store must not be written or has no room, where gradients are needed or padded tokens are remembered: then
+        `check` and `append` do it. Sizes, dtype and device must have been validated with the call before.
         """
         total = self.length + 1
         if total > self.key.shape[2] or not self._can_step(key, value):

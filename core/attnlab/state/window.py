@@ -71,7 +71,7 @@ class WindowState(CacheState):
         """Keys and values held with these behind them, and the next state. `present` and `segments` span past and new, all of it.
 
         forget: whether queries continue from the state's length, so that what the window has left can go.
-        leading `[B]`: with how many absent tokens each row begins, where it may begin with any: its sink tokens stand behind them.
+        leading `[B]`: with how many padded tokens each row begins, where it may begin with any: its sink tokens stand behind them.
         """
         # A graph that counted what is gone would serve few steps; there the window is a rule like any other.
         forget = forget and not torch.compiler.is_compiling()
@@ -125,7 +125,7 @@ class WindowState(CacheState):
         return self.key.narrow(2, start, kept + 1), self.value.narrow(2, start, kept + 1), following
 
     def sinks_of(self, leading: Tensor) -> Tensor:
-        """Which tokens are each row's sink tokens, `[B, sink_tokens]`, where row b begins with `leading[b]` absent ones."""
+        """Which tokens are each row's sink tokens, `[B, sink_tokens]`, where row b begins with `leading[b]` padded ones."""
         return leading[:, None] + torch.arange(self.sink_tokens, device=leading.device)
 
     def _rows_of_sinks(self, leading: Tensor) -> Tensor:

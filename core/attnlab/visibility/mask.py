@@ -1,4 +1,4 @@
-"""AttentionMask: who may see whom, as the caller states it. Needs torch; imported by interface and callers.
+"""AttentionMask: which query may attend to which key, as the caller states it. Needs torch.
 
 Shapes: B batch, H query heads, Lq queries, Lk keys. Every boolean says True = may attend or present.
 """
@@ -54,11 +54,11 @@ class AttentionMask(_WithCache):
         at position `i + offset`.
     window: `(left, right)`, inclusive counts around the query's position, None unbounded.
     key_mask: bool `[B, Lk]`, True = present.  key_lengths, query_lengths: integers `[B]`.
-    segments: `(query_ids [B, Lq], key_ids [B, Lk])`, integers, -1 = absent; positions restart in each.
+    segments: `(query_ids [B, Lq], key_ids [B, Lk])`, integers, -1 = padding; positions restart in each.
     allowed: bool `[Lq, Lk]` or four axes broadcastable to `[B, H, Lq, Lk]`.
     mask_mod: `(b, h, q, k) -> bool`, of broadcasting integer tensors; q and k are positions.
 
-    Raises `InvalidInput` for parts of the wrong type; shapes are judged when the mask meets tensors.
+    Raises `InvalidInput` for parts of the wrong type; shapes are validated against the tensors of a call.
     """
 
     causal: bool = False
@@ -138,7 +138,7 @@ class AttentionMask(_WithCache):
     def to_dense(
         self, batch: int, num_heads: int, query_length: int, key_length: int, device: torch.device | str | None = None
     ) -> Tensor:
-        """The whole mask as bool, broadcastable to `[B, H, Lq, Lk]`; absent queries' rows are False.
+        """The whole mask as bool, broadcastable to `[B, H, Lq, Lk]`; rows of padded queries are False.
 
         It takes `O(Lq Lk)` memory (times B or H only where a part depends on them): for looking and testing.
         """
@@ -209,7 +209,7 @@ class AttentionMask(_WithCache):
     ) -> AttentionMask:
         """Segments of one packed row from cumulative lengths `[n + 1]` starting at 0 (FlashAttention's varlen form).
 
-        Tokens past the last boundary, up to `query_length` and `key_length`, are absent. Reads values once.
+        Tokens past the last boundary, up to `query_length` and `key_length`, are padding. Reads values once.
         """
         cu_key = cu_query if cu_key is None else cu_key
         for part, cu in (("cu_query", cu_query), ("cu_key", cu_key)):

@@ -1,4 +1,4 @@
-"""Visibility: an AttentionMask met with the shapes of one call. Needs torch; handed to variants in `Call`.
+"""Visibility: an `AttentionMask` resolved for the shapes of one call. Needs torch; variants get it in `Call`.
 
 Notation: B batch, H query heads, Lq queries, Lk keys (past ones included, where there is a state).
 Query `i` stands at `i + offset`, key `j` at `j`; in segments both restart. The caller's rules (causal, window, mask_mod,
@@ -57,13 +57,12 @@ class Forgotten(NamedTuple):
 
 
 class Visibility:
-    """Who sees whom in one call, by tiles or whole.
+    """Which query may attend to which key in one call, by tiles or whole.
 
-    `key_present [B, Lk]` and `query_present [B, Lq]` (or None: all) are the absent slots; the gate has
-    already cleaned them and zeroes the rows of absent queries afterwards, so `tile` and `dense` speak of
-    present queries only. The first `sink_tokens` unpadded positions are exempt from `left`, not from `strict_left`, which is set
+    `key_present [B, Lk]` and `query_present [B, Lq]` (or None: all) mark padding with False; it holds zeros
+    already, and the rows of padded queries become zeros afterwards, so that `tile` and `dense` speak of present queries only. The first `sink_tokens` unpadded positions are exempt from `left`, not from `strict_left`, which is set
     beside it where it is the larger of two bounds. `offset` is an int, an integer tensor `[B]`, or `[B, Lq]` inside segments.
-    `padded_left`: whether a row may begin with absent keys; `past_leading [B]`: with how many of the past, for states that do not
+    `padded_left`: whether a row may begin with padded keys; `past_leading [B]`: with how many of the past, for states that do not
     keep `key_present`. `known_dense` is what `dense` gives where somebody has built it already.
     """
 
@@ -318,14 +317,14 @@ class Visibility:
 
     @property
     def pairwise(self) -> bool:
-        """Whether anything but absent slots hides something."""
+        """Whether anything but padding hides a pair."""
         return (
             self.positional or self.allowed is not None or self.mask_mod is not None or self.query_segments is not None
         )
 
     @property
     def only_causal(self) -> bool:
-        """Whether a right bound of 0 is the only pairwise rule (absent keys aside)."""
+        """Whether a right bound of 0 is the only pairwise rule (padding aside)."""
         return (
             self.right == 0
             and self.left is None
@@ -360,7 +359,7 @@ class Visibility:
 
     @property
     def leading(self) -> Tensor | None:
-        """How many absent keys each row begins with, int64 `[B]`, all of them where none is present; None where no row may begin with one."""
+        """How many padded keys each row begins with, int64 `[B]`, all of them where none is present; None where no row may begin with one."""
         return _leading_of(self)
 
     @property
@@ -547,7 +546,7 @@ def leading_absent(present: Tensor) -> Tensor:
 
 
 def leading_absent_of_segments(key_ids: Tensor, present: Tensor, ids: Tensor) -> Tensor:
-    """For each of `ids [B, n]` how many keys of that segment are absent before its first present one; 0 where none is present."""
+    """For each of `ids [B, n]` how many keys of that segment are padding before its first present one; 0 where none is present."""
     length = key_ids.shape[1]
     ordered = key_ids.sort(dim=1).values.contiguous()
     begins = torch.searchsorted(ordered, key_ids.contiguous())  # a number for each segment, below L
@@ -711,7 +710,7 @@ def check_shape(
 
 
 def checked_allowed(mask: Tensor | None, v: Visibility, subject: str, stateful: bool) -> Tensor | None:
-    """The bool mask with four axes, after its shape and device were judged."""
+    """The bool mask with four axes; `InvalidInput` for another shape or device."""
     if mask is None:
         return None
     full = [v.batch, v.num_heads, v.query_length, v.key_length]

@@ -1,4 +1,4 @@
-"""The run folder: judged before any work, made late, taken away again where nothing came of it. Imports no torch."""
+"""The run folder: validated before any work, made late, removed if it stays empty. Imports no torch."""
 
 from __future__ import annotations
 

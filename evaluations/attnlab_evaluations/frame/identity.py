@@ -63,7 +63,7 @@ def variant_identity(name: str) -> dict[str, Any]:
         cls = attnlab.default_registry().variant_class(name)
         source = sources.digest_of(cls) or _own_source()
     except (AttnlabError, OSError):
-        pass  # it cannot be loaded; the gate says so
+        pass  # it cannot be loaded; the conformance checks says so
     row = provenance.file_digest(info.file) if info.file is not None and info.file.is_file() else None
     return {
         "name": name,

@@ -17,7 +17,7 @@ import attnlab
 from attnlab import AttnlabError, InvalidInput
 from attnlab_evaluations.frame import folders, provenance, records, run_folder
 from attnlab_evaluations.frame.chosen import Chosen
-from attnlab_evaluations.frame.gate import Verdict, judge
+from attnlab_evaluations.frame.conformance import Verdict, verdict_of
 from attnlab_evaluations.frame.identity import checks_identity, forget_sources, variant_identity
 from attnlab_evaluations.frame.progress import Progress
 from attnlab_evaluations.frame.records import OVER, Records
@@ -96,14 +96,14 @@ class TrainedCells:
         forget_sources()
         self.checks = checks_identity()
 
-    def gate(self, label: str, identity: Mapping[str, Any], variant: Callable[[], Any]) -> dict[str, Any]:
+    def conformance(self, label: str, identity: Mapping[str, Any], variant: Callable[[], Any]) -> dict[str, Any]:
         """The record of the conformance checks of `variant()`, a name or an instance, run now if they were not."""
         key = self._key(identity, "conformance", checks=self.checks)
         result = self.records.get(key)
         if result is None:
             self.progress.say(f"{label}: conformance checks")
             try:
-                verdict = judge(variant(), self.run_checks, device=self.device)
+                verdict = verdict_of(variant(), self.run_checks, device=self.device)
             except AttnlabError as error:  # it could not even be made
                 verdict = Verdict("unsupported", str(error))
             result = self.records.append(
@@ -123,18 +123,18 @@ class TrainedCells:
         metric: str,
         work: Callable[[], dict[str, Any]],
         *,
-        gate: Mapping[str, Any],
+        conformance: Mapping[str, Any],
         place: Mapping[str, Any],
         more: Mapping[str, Any],
     ) -> dict[str, Any]:
         """The record of one training: as it was kept, or of `work()`, done now; what it raises becomes its status.
 
-        `place` (seed, size) and `more` (recipe) belong to the key, and `place` to the record. Where `gate` is not ok nothing is
-        trained or recorded: its reason is the gate's, which is recorded already.
+        `place` (seed, size) and `more` (recipe) belong to the key, and `place` to the record. Where `conformance` is not ok nothing is
+        trained or recorded: its reason is that of the conformance checks, which is recorded already.
         """
-        if gate["status"] != "ok":
-            detail = f"conformance: {gate['detail']}"
-            return {"variant": label, **place, "status": gate["status"], "detail": detail}
+        if conformance["status"] != "ok":
+            detail = f"conformance: {conformance['detail']}"
+            return {"variant": label, **place, "status": conformance["status"], "detail": detail}
         key = self._key(identity, metric, **place, **more)
         result = self.records.get(key)
         if result is not None:

@@ -1,4 +1,4 @@
-"""What a cell would need, judged before it is tried: seconds and bytes. Needs torch through its inputs only.
+"""Estimates of the seconds and bytes of a cell, before it is tried. Needs torch through its inputs only.
 
 Measurements at shorter lengths come first; before there are any, the formula's operations and sizes.
 """

@@ -1,4 +1,4 @@
-"""The matrix's judge: true cells of each kind, and what it must find wrong when the adapter is broken in one way."""
+"""The cells of the matrix: true ones of each kind, and what it must find wrong when the adapter is broken in one way."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from attnlab.integrations.transformers import configs, function
 from attnlab.integrations.transformers import installed as installing
 from attnlab.visibility import AttentionMask
 from attnlab_evaluations.tasks.models import cells, report, run, settings
-from attnlab_evaluations.tasks.models.cells import Own, judge
+from attnlab_evaluations.tasks.models.cells import Own, cell_of
 from attnlab_evaluations.tasks.models.outcome import EQUAL, FORWARD, REFUSED, WORKS, WRONG
 from attnlab_evaluations.tasks.models.zoo import TINY
 
@@ -33,7 +33,7 @@ def test_models_are_those_of_the_command():
 
 @pytest.mark.parametrize("model", settings.MODELS)
 def test_dot_product_is_every_models_own_attention(own, model):
-    cell = judge(own(model), "dot_product")
+    cell = cell_of(own(model), "dot_product")
     assert (cell.status, cell.note) == (EQUAL, "")
     assert cell.error < cells.CLOSE[torch.float32]
 
@@ -54,7 +54,7 @@ def test_dot_product_is_every_models_own_attention(own, model):
     ],
 )
 def test_other_variants_work_in_their_own_way_or_say_why_not(own, model, variant, status, note):
-    cell = judge(own(model), variant)
+    cell = cell_of(own(model), variant)
     assert cell.status == status
     assert note in cell.note
 
@@ -81,7 +81,7 @@ def dropping(word):
 @pytest.mark.parametrize("variant", ["dot_product", "linearised"])
 def test_a_dropped_causality_is_found(own, monkeypatch, variant):
     broken(monkeypatch, function, "_put_mask", dropping("causal"))
-    cell = judge(own("llama"), variant)
+    cell = cell_of(own("llama"), variant)
     assert cell.status == WRONG
     assert "differ" in cell.note or "before it" in cell.note
 
@@ -89,15 +89,15 @@ def test_a_dropped_causality_is_found(own, monkeypatch, variant):
 @pytest.mark.parametrize("variant", ["dot_product", "additive"])
 def test_a_dropped_padding_is_found(own, monkeypatch, variant):
     broken(monkeypatch, function, "_put_mask", dropping("key_mask"))
-    assert judge(own("bert"), variant).status == WRONG
+    assert cell_of(own("bert"), variant).status == WRONG
 
 
 def test_packed_sequences_that_see_each_other_are_found(own, monkeypatch):
-    assert judge(own("llama"), "multiplicative_location").packed is True
-    assert judge(own("llama"), "linearised").packed is False
-    assert judge(own("bert"), "additive").packed is None
+    assert cell_of(own("llama"), "multiplicative_location").packed is True
+    assert cell_of(own("llama"), "linearised").packed is False
+    assert cell_of(own("bert"), "additive").packed is None
     broken(monkeypatch, function, "_put_mask", dropping("segments"))
-    cell = judge(own("llama"), "multiplicative_location")
+    cell = cell_of(own("llama"), "multiplicative_location")
     assert cell.status == WRONG
     assert "packed sequences" in cell.note
 
@@ -107,29 +107,29 @@ def test_an_unexpected_exception_is_a_wrong_cell(own, monkeypatch):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(function, "_put_scale", fails)
-    cell = judge(own("llama"), "dot_product")
+    cell = cell_of(own("llama"), "dot_product")
     assert (cell.status, cell.note) == (WRONG, "RuntimeError: no such kernel")
 
 
 def test_a_dropped_window_soft_cap_or_scale_is_found(own, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(words, "WITHOUT_EFFECT", words.WITHOUT_EFFECT | {"softcap"})
-        assert judge(own("gemma2"), "dot_product").status == WRONG
+        assert cell_of(own("gemma2"), "dot_product").status == WRONG
     with monkeypatch.context() as patch:
         patch.setattr(function, "_put_scale", lambda attention, asked, scaling, query: query)
-        assert judge(own("t5"), "dot_product").status == WRONG
+        assert cell_of(own("t5"), "dot_product").status == WRONG
     broken(monkeypatch, function, "_put_mask", dropping("window"))
-    assert judge(own("mistral"), "dot_product").status == WRONG
+    assert cell_of(own("mistral"), "dot_product").status == WRONG
 
 
 def test_positions_that_start_anew_in_every_step_are_found(own, monkeypatch):
     monkeypatch.setattr(installing, "first_position", lambda *_: 0)
-    assert judge(own("whisper"), "multiplicative_local_m").status == WRONG
+    assert cell_of(own("whisper"), "multiplicative_local_m").status == WRONG
 
 
 def test_a_state_that_is_not_carried_on_is_found(own, monkeypatch):
     monkeypatch.setattr(installing, "state_layer", lambda *_: None)
-    cell = judge(own("llama"), "gated_delta")
+    cell = cell_of(own("llama"), "gated_delta")
     assert cell.status == WRONG
     assert "its model did not call the variant" in cell.note
 
@@ -144,7 +144,7 @@ def test_a_layer_that_does_not_call_is_found(own, monkeypatch):
             setattr(model.encoder.layer[1].attention.self, "config", TINY["bert"].build().config),
         )[0],
     )
-    cell = judge(own("bert"), "dot_product")
+    cell = cell_of(own("bert"), "dot_product")
     assert cell.status == WRONG
     assert "encoder.layer.1.attention.self" in cell.note
 
@@ -156,7 +156,7 @@ def test_gradients_that_do_not_arrive_are_found(own, monkeypatch):
         "__call__",
         lambda call, *args, **more: tuple(x if x is None else x.detach() for x in call(*args, **more)),
     )
-    cell = judge(own("bert"), "dot_product")
+    cell = cell_of(own("bert"), "dot_product")
     assert cell.status == WRONG
     assert "no gradient reaches" in cell.note
 

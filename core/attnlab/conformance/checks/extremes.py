@@ -33,7 +33,7 @@ CONTENTS: Mapping[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Te
     "zero queries": (lambda q, k, v: (q * 0, k, v), "Every score is 0 then, and every pair as visible as before"),
     "zero keys": (
         lambda q, k, v: (q, _with_a_third_zero(k), v),
-        "A key of zeros is a key: only masks say what is absent; divide by no norm that can be 0",
+        "A key of zeros is a key: only masks say what is padding; divide by no norm that can be 0",
     ),
     "one key everywhere": (lambda q, k, v: (q, k[:, :, :1].expand_as(k).clone(), v), "All scores of a row are equal"),
     "shorter keys": (
@@ -268,7 +268,7 @@ def sampled_rows(case: Case) -> list[int]:
 
 
 def long_inputs(variant: Any, case: Case) -> Inputs:
-    """The case's inputs; noted `late keys`, the first three quarters of the keys are absent: whole tiles hide."""
+    """The case's inputs; noted `late keys`, the first three quarters of the keys are padding: whole tiles hide."""
     inputs = draw(case, variant)
     if case.note != "late keys":
         return inputs

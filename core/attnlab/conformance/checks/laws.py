@@ -71,7 +71,7 @@ def check_a_single_visible_key_returns_its_value(variant: Any, case: Case) -> No
     alone = inputs.with_tensors(key_mask=present)
     require_average(variant, alone)
     expected = torch.where(attended(variant, alone).unsqueeze(-1), value, 0)
-    advice = "The normaliser must leave absent keys out"
+    advice = "The normaliser must leave padded keys out"
     _agree(compare, alone, f"the value of key {chosen}, the only one present", advice, expected)
 
 

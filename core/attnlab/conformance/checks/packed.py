@@ -110,7 +110,7 @@ def check_packed_gradients_equal_separate_ones(variant: Any, case: Case) -> None
     compare.same_gradients(packed, grads(apart=True), "the sum over the sequences called one by one", ADVICE)
     for name, ids in (("query", segments[0]), ("key", segments[1]), ("value", segments[1])):
         own = packed[name].transpose(1, 2)[ids == -1]
-        compare.zero(own, f"gradient of an absent {name} slot", "its segment id is -1", ADVICE)
+        compare.zero(own, f"gradient of a padded {name} slot", "its segment id is -1", ADVICE)
 
 
 def check_cumulative_lengths_equal_separate_calls(variant: Any, case: Case) -> None:
@@ -132,7 +132,10 @@ def check_cumulative_lengths_equal_separate_calls(variant: Any, case: Case) -> N
                 expected[b, :, q0:q1] = Piece(b, *own).cut(inputs).out(variant)[0]
     versus = f"the sequences called one by one (cumulative lengths {CUMULATIVE[0]} and {CUMULATIVE[1]})"
     compare.same(
-        got, expected, versus, f"An empty sequence takes a number too, and what no length covers is absent. {ADVICE}"
+        got,
+        expected,
+        versus,
+        f"An empty sequence takes a number too, and tokens that no length covers are padding. {ADVICE}",
     )
 
 

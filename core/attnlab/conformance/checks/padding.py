@@ -23,7 +23,7 @@ from attnlab.conformance.running.check import Check, Scope
 
 CONTENTS = (float("nan"), float("inf"), 1e30)
 ADVICE = (
-    "Absent slots may hold anything: clean them (the gate does) and zero them again after a feature map, "
+    "Padding may hold anything: clear it (Attention.forward does) and zero them again after a feature map, "
     "in the normaliser and in the state as well"
 )
 DEAD_ADVICE = (
@@ -89,7 +89,7 @@ def check_padding_does_not_affect_outputs(variant: Any, case: Case) -> None:
         dirty = filled(inputs, content).answer(variant, **features)
         for what in ("out", "weights", "lse"):
             if getattr(clean, what) is not None:
-                versus = f"the same call with 0 instead of {content} in the absent slots"
+                versus = f"the same call with 0 instead of {content} in padding"
                 compare.same(getattr(dirty, what), getattr(clean, what), versus, ADVICE, what)
 
 
@@ -101,10 +101,10 @@ def check_padding_receives_no_gradient(variant: Any, case: Case) -> None:
     padded_query, padded_key = padded(inputs)
     for content in CONTENTS:
         _, dirty = gradients(variant, filled(inputs, content), direction)
-        compare.same_gradients(dirty, clean, f"the same call with 0 instead of {content} in the absent slots", ADVICE)
+        compare.same_gradients(dirty, clean, f"the same call with 0 instead of {content} in padding", ADVICE)
         for name, slots in (("query", padded_query), ("key", padded_key), ("value", padded_key)):
             own = dirty[name].transpose(1, 2)[slots]  # [n, H, D]
-            compare.zero(own, f"gradient of an absent {name} slot", f"it holds {content} and takes no part", ADVICE)
+            compare.zero(own, f"gradient of a padded {name} slot", f"it holds {content} and takes no part", ADVICE)
 
 
 def padded(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -165,6 +165,6 @@ def _backward(cases: Callable[[Scope], Iterable[Case]]) -> Callable[[Scope], Ite
 CHECKS = (
     Check(check_dead_rows_are_zero, "dead rows", _dead, asks_more=True, random_too=True),
     Check(check_dead_rows_receive_no_gradient, "dead rows", _backward(_dead), random_too=True),
-    Check(check_padding_does_not_affect_outputs, "absent slots", _padded, asks_more=True, random_too=True),
-    Check(check_padding_receives_no_gradient, "absent slots", _backward(_padded), random_too=True),
+    Check(check_padding_does_not_affect_outputs, "padding", _padded, asks_more=True, random_too=True),
+    Check(check_padding_receives_no_gradient, "padding", _backward(_padded), random_too=True),
 )

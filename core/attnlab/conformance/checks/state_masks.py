@@ -96,12 +96,10 @@ def check_padding_does_not_affect_states(variant: Any, case: Case) -> None:
         expected, _ = feed(variant, clean, [3, n - 3])
         for content, sizes, capacity in (*((x, [3, n - 3], None) for x in CONTENTS), (CONTENTS[0], [1] * n, n)):
             got, _ = feed(variant, filled(inputs, content), sizes, capacity)
-            compare.same(
-                got, expected, f"the run with 0 instead of {content} in absent slots (capacity {capacity})", ADVICE
-            )
+            compare.same(got, expected, f"the run with 0 instead of {content} in padding (capacity {capacity})", ADVICE)
     if variant.capabilities.backward:
         exact, dirty = (chunked_gradients(variant, x, [3, n - 3]) for x in (clean, filled(inputs, CONTENTS[0])))
-        compare.same_gradients(dirty, exact, f"the run with 0 instead of {CONTENTS[0]} in absent slots", ADVICE)
+        compare.same_gradients(dirty, exact, f"the run with 0 instead of {CONTENTS[0]} in padding", ADVICE)
 
 
 def _come_and_go(scope: Scope) -> Iterable[Case]:

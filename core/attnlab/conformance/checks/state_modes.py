@@ -106,7 +106,7 @@ def _demand_facts(compare: Comparer, state: Any, kind: type, length: int, summed
     compare.demand(
         state.length == length,
         f"after {length} tokens the state's length is {state.length}",
-        "length counts every token that was fed, absent ones too: positions continue from it",
+        "length counts every token that was fed, padded ones too: positions continue from it",
     )
     for name, x in ((field.name, getattr(state, field.name)) for field in fields(state)):
         if isinstance(x, Tensor) and x.is_floating_point():

@@ -82,7 +82,7 @@ class ModelFunction:
         """`(out [B, Lq, Hq, Dv] contiguous, weights or None)`; every argument means what it means there."""
         request, refused, segments = words_of(kwargs, query, key) if kwargs else Words({}, {}, None)
         if weights_are_wanted(module):
-            request["need_weights"] = True  # refused by the gate where the variant has none
+            request["need_weights"] = True  # refused if the variant has none
         n_q, n_k = query.shape[2], key.shape[2]
         window = kwargs.get("sliding_window") if attention_mask is None and kwargs else None
         if attention_mask is not None:

@@ -101,9 +101,9 @@ def refuse_steps_back(layer: StateLayer | None, positions: object, mask: object)
     structure = structure_of(mask) if isinstance(mask, Tensor) else None
     first, last = positions[:, 0], positions[:, -1]
     if structure is not None and structure.key_mask is not None:
-        absent = ~structure.key_mask
-        first = positions.masked_fill(absent, torch.iinfo(positions.dtype).max).amin(1)
-        last = positions.masked_fill(absent, -1).amax(1)
+        padding = ~structure.key_mask
+        first = positions.masked_fill(padding, torch.iinfo(positions.dtype).max).amin(1)
+        last = positions.masked_fill(padding, -1).amax(1)
     former = layer.last_position if layer.token_count else None
     if former is not None and bool((first <= former).any()):
         raise UnsupportedRequest(

@@ -66,23 +66,23 @@ class _Run:
     def train(self) -> None:
         """Every cell that is not there yet: the small ones of all variants and seeds first."""
         gates = [
-            self.trainings.gate(
+            self.trainings.conformance(
                 chosen.label, identity_of(chosen), partial(to_check, chosen, 1, self.settings.recipe.width)
             )
             for chosen in self.settings.variants
         ]
         for count in self.settings.keys:
             for seed in range(self.settings.seeds):
-                for chosen, gate in zip(self.settings.variants, gates, strict=True):
-                    self.cells.append(self._cell(chosen, count, seed, gate))
+                for chosen, conformance in zip(self.settings.variants, gates, strict=True):
+                    self.cells.append(self._cell(chosen, count, seed, conformance))
 
-    def _cell(self, chosen: Chosen, count: int, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
+    def _cell(self, chosen: Chosen, count: int, seed: int, conformance: dict[str, Any]) -> dict[str, Any]:
         return self.trainings.cell(
             chosen.label,
             identity_of(chosen),
             self.settings.setting,
             lambda: self._trained(chosen, count, seed),
-            gate=gate,
+            conformance=conformance,
             place={"keys": count, "seed": seed},
             more={"recipe": asdict(self.settings.recipe)},
         )

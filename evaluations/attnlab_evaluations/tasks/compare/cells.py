@@ -14,7 +14,7 @@ from attnlab import AttnlabError
 from attnlab_evaluations.frame import sources
 from attnlab_evaluations.frame.beforehand import Ruled, refusals, ruled_out
 from attnlab_evaluations.frame.budget import Budget
-from attnlab_evaluations.frame.gate import Verdict
+from attnlab_evaluations.frame.conformance import Verdict
 from attnlab_evaluations.frame.identity import Identity
 from attnlab_evaluations.frame.progress import Progress
 from attnlab_evaluations.frame.records import OVER, Records
@@ -37,7 +37,7 @@ ONE_CALL = 0.02
 
 @dataclass
 class Cells:
-    """Measures one workload's problems for all variants that passed the gate."""
+    """Measures one workload's problems for all variants that passed the conformance checks."""
 
     workload: str
     identity: Identity

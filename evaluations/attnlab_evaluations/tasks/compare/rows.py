@@ -94,7 +94,7 @@ def fill_claims(rows: Sequence[Row], null: Null) -> None:
 def build(records: Iterable[Mapping[str, Any]], variants: Sequence[str]) -> list[Row]:
     """The rows of a run in table order: workload, coordinates, then `variants` as given."""
     cells = [r for r in records if r.get("variant") != NULL]
-    gate = {r["variant"]: r for r in cells if r["metric"] == "conformance"}
+    conformance = {r["variant"]: r for r in cells if r["metric"] == "conformance"}
     places: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
     results: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for record in cells:
@@ -107,7 +107,7 @@ def build(records: Iterable[Mapping[str, Any]], variants: Sequence[str]) -> list
     for place, (workload, coordinates) in sorted(places.items(), key=_order):
         for variant in variants:
             metrics = results.get((place, variant), {})
-            status, reason, known = _status(gate.get(variant), metrics)
+            status, reason, known = _status(conformance.get(variant), metrics)
             rows.append(Row(workload, variant, coordinates, status, reason, known, metrics))
         inside = rows[len(rows) - len(variants) :]
         if any(row.variant == REFERENCE and row.status == "wrong" for row in inside):
@@ -123,11 +123,11 @@ def _order(item: tuple[tuple[Any, ...], tuple[str, dict[str, Any]]]) -> tuple[An
 
 
 def _status(
-    gate: Mapping[str, Any] | None, metrics: Mapping[str, Mapping[str, Any]]
+    conformance: Mapping[str, Any] | None, metrics: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, str, tuple[str, ...]]:
-    if gate is not None and gate["status"] != "ok":
-        return str(gate["status"]), str(gate.get("detail", "")), ()
-    known = tuple(gate["value"].get("known", ())) if gate is not None else ()
+    if conformance is not None and conformance["status"] != "ok":
+        return str(conformance["status"]), str(conformance.get("detail", "")), ()
+    known = tuple(conformance["value"].get("known", ())) if conformance is not None else ()
     error = metrics.get("error")
     if error is not None and error["status"] == "wrong":
         return "wrong", str(error.get("detail", "")), known

@@ -16,7 +16,7 @@ import attnlab
 from attnlab import InvalidInput
 from attnlab_evaluations.frame import folders, provenance, records, run_folder, sources
 from attnlab_evaluations.frame.budget import Budget
-from attnlab_evaluations.frame.gate import Verdict, judge
+from attnlab_evaluations.frame.conformance import Verdict, verdict_of
 from attnlab_evaluations.frame.identity import Identity, checks_identity, forget_sources
 from attnlab_evaluations.frame.progress import Progress
 from attnlab_evaluations.frame.records import Records
@@ -141,7 +141,7 @@ class _Run:
         result = self.records.get(key)
         if result is None:
             began = self.clock()
-            verdict = judge(name, self.run_checks, device=self.settings.device)
+            verdict = verdict_of(name, self.run_checks, device=self.settings.device)
             result = self.records.append(
                 key,
                 verdict.status,

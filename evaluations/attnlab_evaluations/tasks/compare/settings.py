@@ -1,4 +1,4 @@
-"""What a run was asked to do, read from the command line and judged. Imports no torch."""
+"""The settings of `attnlab compare`, read from the command line and validated. Imports no torch."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def settle(args: Namespace, known_workloads: Sequence[str], now: datetime | None
 
 
 def _folder(folder: str | None, resume: bool, now: datetime) -> Path:
-    """The run folder that the words mean, judged: one that holds a run is resumed, and only where that was folder for."""
+    """The run folder, validated: one that holds a run is resumed, and only with --resume."""
     if folder is not None:
         out = folders.asked_for(folder)
     else:

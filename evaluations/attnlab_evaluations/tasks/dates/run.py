@@ -81,16 +81,16 @@ class _Run:
     def _gate(self, name: str) -> dict[str, Any]:
         if name == NONE:
             return {"status": "ok"}
-        return self.trainings.gate(name, variant_identity(name), lambda: name)
+        return self.trainings.conformance(name, variant_identity(name), lambda: name)
 
-    def _cell(self, name: str, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
+    def _cell(self, name: str, seed: int, conformance: dict[str, Any]) -> dict[str, Any]:
         request = self.settings
         return self.trainings.cell(
             name,
             {"name": NONE} if name == NONE else variant_identity(name),
             "exact",
             lambda: self._trained(name, seed),
-            gate=gate,
+            conformance=conformance,
             place={"seed": seed},
             more={
                 "recipe": asdict(request.recipe),

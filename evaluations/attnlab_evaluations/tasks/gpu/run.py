@@ -24,7 +24,7 @@ from attnlab.conformance import iter_checks
 from attnlab.conformance.running.sharing import Workers
 from attnlab_evaluations.frame import folders, provenance, records, run_folder
 from attnlab_evaluations.frame.budget import Budget
-from attnlab_evaluations.frame.gate import FAILING, Verdict, judge
+from attnlab_evaluations.frame.conformance import FAILING, Verdict, verdict_of
 from attnlab_evaluations.frame.identity import Identity, checks_identity, forget_sources
 from attnlab_evaluations.frame.progress import Progress
 from attnlab_evaluations.frame.records import OVER, Records
@@ -101,7 +101,7 @@ class _Run:
     def _judged(self, name: str, key: str, results: Checker) -> dict[str, Any]:
         started = self.clock()
         try:
-            verdict = judge(name, partial(self._until_late, results), device=self.settings.device)
+            verdict = verdict_of(name, partial(self._until_late, results), device=self.settings.device)
         except _NoTime:
             verdict = Verdict(OVER, NO_TIME)
         except Exception as error:  # a variant's own, as it was made or checked
@@ -142,10 +142,10 @@ class _Run:
         longest, lost = 0.0, False
         for cell in cells:
             key = self.identity.key(cell.variant, cell.coordinates, "speed")
-            known, gate = self.records.get(key), self.checked[cell.variant]
-            if known is not None or gate["status"] != "ok":
+            known, conformance = self.records.get(key), self.checked[cell.variant]
+            if known is not None or conformance["status"] != "ok":
                 budget.skip(cell)
-                self.timed.append(known or _gated(cell, gate))
+                self.timed.append(known or _unmeasured(cell, conformance))
                 continue
             started = self.clock()
             outcome: tuple[str, str, dict[str, Any]] = (OVER, LOST if lost else NO_TIME, {})
@@ -216,10 +216,10 @@ class _Run:
         return 0 if passed and not any(r["status"] == "wrong" for r in self.timed) else 1
 
 
-def _gated(cell: Cell, gate: dict[str, Any]) -> dict[str, Any]:
+def _unmeasured(cell: Cell, conformance: dict[str, Any]) -> dict[str, Any]:
     """What stands in the place of numbers: never recorded, as it follows from the conformance record."""
-    detail = f"conformance: {gpu_tables.said(gate)}"
-    return {"variant": cell.variant, "status": gate["status"], "detail": detail,
+    detail = f"conformance: {gpu_tables.said(conformance)}"
+    return {"variant": cell.variant, "status": conformance["status"], "detail": detail,
             "coordinates": cell.coordinates, "value": {}}  # fmt: skip
 
 

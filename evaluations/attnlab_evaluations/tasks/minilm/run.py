@@ -101,19 +101,19 @@ class _Run:
         """Every cell that is not there yet."""
         for chosen in self.settings.variants:
             check = partial(to_check, chosen, HEADS, WIDTH)
-            gate = self.trainings.gate(chosen.label, identity_of(chosen), check)
+            conformance = self.trainings.conformance(chosen.label, identity_of(chosen), check)
             if self.settings.distil:
-                self.cells += [self._training(chosen, seed, gate) for seed in range(self.settings.seeds)]
+                self.cells += [self._training(chosen, seed, conformance) for seed in range(self.settings.seeds)]
             else:
-                self.cells.append(self._swap(chosen, gate))
+                self.cells.append(self._swap(chosen, conformance))
 
-    def _swap(self, chosen: Chosen, gate: dict[str, Any]) -> dict[str, Any]:
+    def _swap(self, chosen: Chosen, conformance: dict[str, Any]) -> dict[str, Any]:
         return self.trainings.cell(
             chosen.label,
             identity_of(chosen),
             "swapped",
             lambda: self._swapped(chosen),
-            gate=gate,
+            conformance=conformance,
             place={},
             more=self.text,
         )
@@ -126,14 +126,14 @@ class _Run:
     def _agreement(self, model: Any) -> dict[str, float]:
         return agreement(self.original, embed(model, self.encoder.tokenizer, self.encoder.sentences))
 
-    def _training(self, chosen: Chosen, seed: int, gate: dict[str, Any]) -> dict[str, Any]:
+    def _training(self, chosen: Chosen, seed: int, conformance: dict[str, Any]) -> dict[str, Any]:
         request = self.settings
         return self.trainings.cell(
             chosen.label,
             identity_of(chosen),
             "distilled",
             lambda: self._distilled(chosen, seed),
-            gate=gate,
+            conformance=conformance,
             place={"seed": seed},
             more={**self.text, "recipe": asdict(request.recipe), "saved": request.save},
         )

@@ -1,4 +1,4 @@
-"""What `attnlab minilm` was asked to do, read from the command line and judged. Imports no torch."""
+"""The settings of `attnlab minilm`, read from the command line and validated. Imports no torch."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Own:
         return {what: generate(self.tiny.build(), self.inputs, **how) for what, how in _CACHES.items()}
 
 
-def judge(own: Own, variant: str) -> Cell:
+def cell_of(own: Own, variant: str) -> Cell:
     """The cell of `variant` in `own`'s model."""
     packed = None
     try:

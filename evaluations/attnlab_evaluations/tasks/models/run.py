@@ -13,13 +13,13 @@ from attnlab import VariantUnavailable
 from attnlab_evaluations.frame import records
 from attnlab_evaluations.frame.progress import Progress
 from attnlab_evaluations.tasks.models import report
-from attnlab_evaluations.tasks.models.cells import Own, judge
+from attnlab_evaluations.tasks.models.cells import Own, cell_of
 from attnlab_evaluations.tasks.models.outcome import WRONG, Cell
 from attnlab_evaluations.tasks.models.settings import ModelsSettings
 from attnlab_evaluations.tasks.models.zoo import TINY
 
 
-def run_models(settings: ModelsSettings, judged: Callable[[Own, str], Cell] = judge) -> int:
+def run_models(settings: ModelsSettings, cell_of_variant: Callable[[Own, str], Cell] = cell_of) -> int:
     """Judge every cell and print the matrix: 0, 1 where a cell is wrong, 130 at Ctrl-C, which prints what was done by then."""
     if importlib.util.find_spec("transformers") is None:
         raise VariantUnavailable("models: transformers is not installed: pip install 'attnlab[transformers]'")
@@ -30,7 +30,7 @@ def run_models(settings: ModelsSettings, judged: Callable[[Own, str], Cell] = ju
                 own = Own(TINY[name])
                 for variant in settings.variants:
                     progress.say(f"{name}: {variant}")
-                    cells.append(judged(own, variant))
+                    cells.append(cell_of_variant(own, variant))
     except KeyboardInterrupt:
         progress.done()
         if cells:

@@ -1,4 +1,4 @@
-"""The gate before any number: a variant that fails its conformance checks gets "wrong: <check>" instead.
+"""The conformance checks before any measurement: a variant that fails its conformance checks gets "wrong: <check>" instead.
 
 Needs torch through `attnlab.run_checks`, which a caller may replace.
 """
@@ -32,7 +32,7 @@ class Verdict:
         return self.status == "ok"
 
 
-def judge(variant: Any, run_checks: Callable[..., Sequence[Any]], *, device: str = "cpu") -> Verdict:
+def verdict_of(variant: Any, run_checks: Callable[..., Sequence[Any]], *, device: str = "cpu") -> Verdict:
     """Run the quick checks of a name or an instance and sum them up. An error of attnlab's own means it cannot be had at all."""
     try:
         results = list(run_checks(variant, quick=True, device=device))

@@ -1,4 +1,4 @@
-"""The gate turns check results into a verdict; the budget shares seconds."""
+"""Check results become a verdict; the budget shares seconds."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 
 from attnlab import VariantUnavailable
 from attnlab_evaluations.frame.budget import LEAST, TIMED, Budget
-from attnlab_evaluations.frame.gate import judge
+from attnlab_evaluations.frame.conformance import verdict_of
 
 pytestmark = pytest.mark.no_torch
 
@@ -17,14 +17,14 @@ def results(*pairs):
 
 @pytest.mark.parametrize("status", ["passed", "refused", "not applicable"])
 def test_a_variant_that_passes_may_be_measured(status):
-    verdict = judge("a", lambda *_, **__: results(("x", status)))
+    verdict = verdict_of("a", lambda *_, **__: results(("x", status)))
     assert verdict.may_be_measured
     assert (verdict.status, verdict.checks) == ("ok", 1)
 
 
 @pytest.mark.parametrize("status", ["failed", "error"])
 def test_a_failing_check_is_named_and_counts_once(status):
-    verdict = judge(
+    verdict = verdict_of(
         "a", lambda *_, **__: results(("ok", "passed"), ("leak", status), ("leak", status), ("rows", status))
     )
     assert not verdict.may_be_measured
@@ -32,7 +32,7 @@ def test_a_failing_check_is_named_and_counts_once(status):
 
 
 def test_a_declared_failure_keeps_its_numbers_and_its_name():
-    verdict = judge("a", lambda *_, **__: results(("strides", "known failure"), ("rows", "passed")))
+    verdict = verdict_of("a", lambda *_, **__: results(("strides", "known failure"), ("rows", "passed")))
     assert verdict.may_be_measured
     assert verdict.known == ("strides",)
 
@@ -41,13 +41,13 @@ def test_a_variant_that_cannot_be_had_is_unsupported_with_the_reason():
     def missing(*_, **__):
         raise VariantUnavailable("a: needs triton")
 
-    verdict = judge("a", missing)
+    verdict = verdict_of("a", missing)
     assert (verdict.status, verdict.reason) == ("unsupported", "a: needs triton")
 
 
 def test_quick_checks_are_asked_for_on_the_runs_device():
     seen = {}
-    judge("a", lambda name, **more: seen.update(name=name, **more) or [], device="cuda")
+    verdict_of("a", lambda name, **more: seen.update(name=name, **more) or [], device="cuda")
     assert seen == {"name": "a", "quick": True, "device": "cuda"}
 
 
