@@ -229,9 +229,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         if key.shape[1] != value.shape[1]:
             raise InvalidInput(f"{_NAME}: key and value must have one length, got {key.shape[1]} and {value.shape[1]}")
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
-        sizes = Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1], batched)
-        able = self.attention.capabilities
-        request = translated(_NAME, able, sizes, query.device, key_padding_mask, attn_mask, bool(is_causal), appended)
+        request: dict[str, Any] = {}
+        if key_padding_mask is not None or attn_mask is not None or is_causal:
+            sizes = Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1], batched)
+            able = self.attention.capabilities
+            request = translated(
+                _NAME, able, sizes, query.device, key_padding_mask, attn_mask, bool(is_causal), appended
+            )
         if "key_mask" in request:  # the contents of padding must not reach the projections' gradients
             padding = ~request["key_mask"][:, appended:, None]
             key = key.masked_fill(padding, 0)
@@ -253,6 +257,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         own = self._parameters
         weight = own.get("q_proj_weight") if own.get("in_proj_weight") is None else own["in_proj_weight"]
         check_input(_NAME, "query", query, both, self.embed_dim, weight)
+        if key is query and value is query and self.kdim == self.vdim == self.embed_dim:
+            return
         same = {query.dim(): both[query.dim()].replace("L", "S")}
         check_input(_NAME, "key", key, same, self.kdim, weight)
         check_input(_NAME, "value", value, same, self.vdim, weight)
@@ -271,23 +277,24 @@ class MultiheadAttention(nn.MultiheadAttention):
             x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)  # [N, H, L, D]
             for x in self._projected(query, key, value)
         )
-        if self.attention.qk_l2norm:
+        attention = self.attention
+        if attention.qk_l2norm:
             q, k = unit_length(q), unit_length(k)
         k, v = self._with_appended(k, v)
-        if self.gates:
+        if attention.gates:
             arguments["gates"] = self.gates(key)
         p = float(self.dropout) if self.training else 0.0
         if not (p and need_weights):
-            answer: AttentionOutput = self.attention(q, k, v, dropout_p=p, need_weights=need_weights, **arguments)
+            answer: AttentionOutput = attention(q, k, v, dropout_p=p, need_weights=need_weights, **arguments)
             return answer
-        able = self.attention.capabilities
+        able = attention.capabilities
         if not able.dropout or able.weights != "in_graph" or not able.linear_in_value:
             raise UnsupportedRequest(
-                f"{_NAME}: {self.attention.name} cannot give weights after dropout, which take dropout, weights in the graph and an "
+                f"{_NAME}: {attention.name} cannot give weights after dropout, which take dropout, weights in the graph and an "
                 "output linear in value; set need_weights=False, or dropout=0"
             )
         # The variant's weights are those before dropout. Dropping them here puts one mask into weights and output.
-        weights = F.dropout(self.attention(q, k, v, need_weights=True, **arguments).weights, p)
+        weights = F.dropout(attention(q, k, v, need_weights=True, **arguments).weights, p)
         return AttentionOutput(weights @ v, weights)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -301,6 +308,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _with_appended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[N, H, S, D]` behind those that the module appends: in front, causality stays a matter of an offset."""
+        if self.bias_k is None and not self.add_zero_attn:
+            return key, value
         keys, values = [key], [value]
         shape = (key.shape[0], self.num_heads, 1, key.shape[3])
         if self.add_zero_attn:
@@ -309,7 +318,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.bias_k is not None and self.bias_v is not None:
             keys.insert(0, self.bias_k.to(key.dtype).view(1, self.num_heads, 1, -1).expand(shape))
             values.insert(0, self.bias_v.to(value.dtype).view(1, self.num_heads, 1, -1).expand(shape))
-        return (torch.cat(keys, 2), torch.cat(values, 2)) if len(keys) > 1 else (key, value)
+        return torch.cat(keys, 2), torch.cat(values, 2)
 
     def _nested(
         self,
