@@ -166,6 +166,8 @@ def signature_of(kind: str, query: Any, key: Any, value: Any, causal: bool) -> t
     if torch._C._get_tracing_state() is not None or type(query) is Proxy:
         return None
     try:
+        if type(query.numel()) is not int or type(key.numel()) is not int:  # symbols of make_fx, which have no hash
+            return None
         on_cpu = query.is_cpu and key.is_cpu and value.is_cpu
         return (
             kind,

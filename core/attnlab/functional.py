@@ -108,6 +108,11 @@ def _sizes(query: Any, key: Any, value: Any, variant: str) -> tuple[int, int, in
     shapes = (query.shape, key.shape, value.shape) if is_compiling() else map(shape_of, (query, key, value))
     (_, hq, _, dq), (_, hkv, _, dk), (_, _, _, dv) = shapes
     sizes = hq, hkv, dq, dk, dv
+    if not is_compiling() and any(isinstance(n, torch.SymInt) for n in sizes):
+        raise InvalidInput(
+            f"{variant}: heads and head widths must be numbers, and make_fx(tracing_mode='symbolic') makes symbols of all sizes; call a "
+            "module of attnlab.create, whose sizes are numbers, or trace with tracing_mode='fake', torch.export or torch.compile"
+        )
     if 0 in sizes:
         raise InvalidInput(
             f"{variant}: heads and head widths must be 1 or more, got {list(query.shape)}, {list(key.shape)}"

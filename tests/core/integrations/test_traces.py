@@ -197,3 +197,25 @@ def test_a_script_is_refused_by_name_and_with_what_to_do(module):
     """F36."""
     with pytest.raises(UnsupportedRequest, match=r"torch\.jit\.script does not know .* use torch\.jit\.trace"):
         torch.jit.script(module)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("variant", ["dot_product", "linearised", "sliding_window", "chunked"])
+def test_make_fx_with_symbolic_shapes_records_a_module_that_serves_other_lengths(variant, causal):
+    module = attnlab.create(variant, num_heads=4, head_dim=8)
+
+    def run(query, key, value):
+        return module(query, key, value, causal=causal).out
+
+    program = make_fx(run, tracing_mode="symbolic")(*torch.randn(3, 2, 4, 6, 8))
+    for length in (6, 9):
+        given = torch.randn(3, 2, 4, length, 8)
+        torch.testing.assert_close(program(*given), run(*given), **CLOSE)
+
+
+def test_make_fx_with_symbolic_shapes_is_refused_by_name():
+    with pytest.raises(
+        attnlab.InvalidInput, match=r"make_fx.*makes symbols of all sizes; call a module of attnlab.create"
+    ):
+        make_fx(lambda q, k, v: attnlab.attend(q, k, v).out, tracing_mode="symbolic")(*torch.randn(3, 2, 4, 6, 8))

@@ -125,7 +125,7 @@ def _noting_what_runs(model: nn.Module, swap: Swap) -> Iterator[None]:
 
 
 def _by_layer(layers: Mapping[str, nn.Module], arguments: Mapping[Any, Attention]) -> Source:
-    """Each layer's own instance, `given` by paths or by `layer_idx` where those say which."""
+    """Each layer's own instance, `arguments` by paths or by `layer_idx` where those say which."""
     numbers = [getattr(module, "layer_idx", None) for module in layers.values()]
     names: list[Any] = list(layers)
     if any(isinstance(key, int) for key in arguments) and len(set(numbers)) == len(numbers):
