@@ -209,3 +209,25 @@ def test_steps_inside_a_window_are_captured_whole(name: str) -> None:
         state, _ = answer.state, outs.append(answer.out)
     whole = variant(x, x, x, window=(3, 0)).out
     torch.testing.assert_close(torch.cat(outs, 2), whole)
+
+
+@pytest.mark.parametrize("name", ["flash", "multiplicative", "linearised_cosformer"])
+def test_a_variant_with_reasons_of_its_own_needs_one_graph_for_all_lengths(name: str) -> None:
+    """`supports` is asked in the graph, where a message that formats a length would tie the graph to it."""
+    variant, graphs = create(name, num_heads=2, head_dim=8), list[Any]()
+
+    def count(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def run(query: Tensor, key: Tensor, key_mask: Tensor) -> Tensor:
+        out: Tensor = variant(query, key, key, causal=True, offset="bottom_right", key_mask=key_mask).out
+        return out
+
+    compiled = torch.compile(run, backend=count, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (41, 43, 45):
+            query, key = torch.randn(2, 2, length, 8), torch.randn(2, 2, length + 12, 8)
+            key_mask = torch.arange(length + 12) >= torch.tensor([[3], [0]])
+            compiled(query, key, key_mask)
+    assert len(graphs) == 1

@@ -73,10 +73,10 @@ def test_a_budget_too_small_for_anything_says_not_measured_in_each_row(monkeypat
     monkeypatch.setattr(targets, "interface_goals", lambda *_: [])  # they need transformers, and tests of their own
     monkeypatch.setattr(targets, "random_inputs", lambda heads, length, width: [torch.zeros(1, 1, 1, 1)] * 3)
     found = targets.measure_targets(1.0, 0, lambda _: None)
-    assert len(found) == 23
+    assert len(found) == 25
     assert {t.verdict for t in found} == {"not measured"}
     text = targets.render(found, "github")
-    assert text.count("no time left; give more --budget") == 23
+    assert text.count("no time left; give more --budget") == 25
     assert "nan" not in text
 
 

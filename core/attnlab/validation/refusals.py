@@ -51,21 +51,8 @@ def refuse(variant: Declared, request: Request) -> None:
 def undeclared(variant: Declared, request: Request) -> list[Reason]:
     """A `Reason` for each thing that the request asks and the variant's capabilities lack."""
     capabilities = variant.capabilities
-    forms = {
-        **ASKABLE,
-        "gqa": f"{request.num_kv_heads} key/value heads for {request.num_heads} query heads",
-        "cross_lengths": f"{request.query_length} queries and {request.key_length} keys",
-        "value_dim": f"value width d_v={request.value_dim} beside key width d_k={request.key_dim}",
-        "query_dim": f"query width d_q={request.query_dim} beside key width d_k={request.key_dim}",
-    }
-    allowed = {
-        "gqa": "as many as query heads",
-        "cross_lengths": "one length",
-        "value_dim": "d_v = d_k",
-        "query_dim": "d_q = d_k",
-    }
     reasons = [
-        Reason(feature, forms[feature], allowed.get(feature, "no"), capabilities.notes.get(feature, ""))
+        Reason(feature, _form(feature, request), _ALLOWED.get(feature, "no"), capabilities.notes.get(feature, ""))
         for feature in ASKABLE
         if request.asks(feature) and not getattr(capabilities, feature)
     ]
@@ -86,6 +73,28 @@ def undeclared(variant: Declared, request: Request) -> list[Reason]:
             if size not in legal:
                 reasons.append(Reason("head_dims", f"{word}={size}", f"{legal.start} to {legal[-1]}{step}"))
     return reasons
+
+
+_ALLOWED = {
+    "gqa": "as many as query heads",
+    "cross_lengths": "one length",
+    "value_dim": "d_v = d_k",
+    "query_dim": "d_q = d_k",
+}
+
+
+def _form(feature: str, request: Request) -> str:
+    """What asks for a feature; only for a refusal, as a graph that formats a length serves no other."""
+    match feature:
+        case "gqa":
+            return f"{request.num_kv_heads} key/value heads for {request.num_heads} query heads"
+        case "cross_lengths":
+            return f"{request.query_length} queries and {request.key_length} keys"
+        case "value_dim":
+            return f"value width d_v={request.value_dim} beside key width d_k={request.key_dim}"
+        case "query_dim":
+            return f"query width d_q={request.query_dim} beside key width d_k={request.key_dim}"
+    return ASKABLE[feature]
 
 
 def refusal_message(variant: Declared, request: Request, reasons: list[Reason]) -> str:

@@ -129,6 +129,7 @@ def test_a_state_cache_does_not_go_on_after_an_exception_between_layers(variant,
 
 
 def test_layers_beside_installed_ones_keep_their_implementation_in_files_F38(tmp_path):
+    hf.unregister()  # names that other tests of this process have registered
     model = llama()
     with hf.registered(["linearised"]):
         model.set_attn_implementation(hf.name("linearised"))

@@ -104,7 +104,7 @@ def _true_gradients(variant: Any, inputs: Inputs) -> dict[str, tuple[Tensor, Bou
     size = largest(direction) * largest(inputs.value)
 
     def limit(name: str, gradient: Tensor) -> Bound:
-        terms = gradient_terms(case, name)
+        terms = gradient_terms(case, gradient)
         return rounding_bound(case.dtype, terms=terms, magnitude=max(size, largest(gradient)))
 
     return {n: (g, limit(n, g)) for n, g in gradients(variant, inputs, direction)[1].items()}

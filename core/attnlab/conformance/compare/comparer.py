@@ -80,7 +80,7 @@ class Comparer:
         """`same` for every gradient in `expected`, of sum(out * direction_for(inputs))."""
         size = largest(direction_for(self.inputs)) * largest(self.inputs.value)
         for name, gradient in expected.items():
-            sizes: dict[str, Any] = {"magnitude": size, "terms": gradient_terms(self.case, name)}
+            sizes: dict[str, Any] = {"magnitude": size, "terms": gradient_terms(self.case, gradient)}
             self.same(got[name], gradient, versus, advice, f"gradient of {name}", **sizes)
 
     def same_answer(self, got: Answer, expected: Answer, versus: str, advice: Any) -> None:

@@ -37,7 +37,7 @@ def measured_gradients(
     exact, plain = answer(torch.float64), answer(getattr(torch, low))
     sizes: dict[str, Any] = {"plain_dtype": low, "magnitude": magnitude}
     return {
-        n: (g, bound(case.dtype, exact=g, plain=plain[n], terms=gradient_terms(case, n), **sizes))
+        n: (g, bound(case.dtype, exact=g, plain=plain[n], terms=gradient_terms(case, g), **sizes))
         for n, g in exact.items()
     }
 

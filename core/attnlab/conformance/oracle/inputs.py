@@ -276,9 +276,9 @@ def reduction_terms(case: Case) -> int:
     return widths + 2 * case.query_length + 2 * case.key_length + 16
 
 
-def gradient_terms(case: Case, name: str) -> int:
-    """The same for the gradient of `name`: all but query's, key's and value's are sums over the batch too."""
-    return reduction_terms(case) * (1 if name in MAIN else case.batch)
+def gradient_terms(case: Case, gradient: Tensor) -> int:
+    """The same for a gradient: one with fewer than four axes, a parameter's, is a sum over the batch too."""
+    return reduction_terms(case) * (case.batch if gradient.dim() < 4 else 1)
 
 
 def attended(variant: Any, inputs: Inputs) -> Tensor:
