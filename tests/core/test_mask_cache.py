@@ -8,6 +8,7 @@ import torch
 
 import attnlab
 from attnlab import AttentionMask, InvalidInput
+from attnlab.cache import BoundedCache, forget_all
 from attnlab.visibility import Visibility
 
 PRESENT = torch.tensor([[False, False, True, True, True, True], [True] * 6])
@@ -145,3 +146,15 @@ def test_a_graph_keeps_nothing():
     assert not cached.cache.resolved
     torch.testing.assert_close(found, attnlab.attention(query, key, value, mask=cached))
     torch._dynamo.reset()
+
+
+def test_a_cache_that_another_thread_empties_costs_no_call(monkeypatch):
+    """`forget_all` may come between the look at a cached resolution and its use."""
+    mask = AttentionMask(key_mask=PRESENT).with_cache()
+    made = attnlab.create("dot_product", num_heads=2, head_dim=8)
+    given = [x.detach() for x in inputs()]
+    expected = made(*given, mask=mask).out
+    contains = BoundedCache.__contains__
+    monkeypatch.setattr(BoundedCache, "__contains__", lambda self, key: (contains(self, key), forget_all())[0])
+    for _ in range(3):
+        torch.testing.assert_close(made(*given, mask=mask).out, expected)

@@ -134,7 +134,7 @@ class Registry:
 
         dims = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
         variant = make(entry, cls, {**dims, "key_dim": key_dim, "value_dim": value_dim}, options)
-        variant._registry = self
+        variant._registry = process.Maker(self)
         return variant
 
     def register(
@@ -190,10 +190,7 @@ class Registry:
 
     def declaring(self, formula: str, features: Iterable[str], dtype: str, device: str) -> list[str]:
         """The names of the available variants of a formula whose rows declare all `features`, the dtype and the device."""
-        try:
-            rows = [self.info(name) for name in self.names()]
-        except AttnlabError:  # a broken registry file is reported where it is read; a refusal stands without names
-            return []
+        rows = [self.info(name) for name in self.names()]
         return [
             row.name
             for row in rows
@@ -204,17 +201,6 @@ class Registry:
             and (not row.dtypes or dtype in row.dtypes)
             and (not row.devices or device in row.devices)
         ]
-
-    # `torch.compile` takes the result for a constant: what `torch.compiler.assume_constant_result` sets, without torch.
-    declaring._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: object) -> Registry:
-        """The same registry: a copy of a variant belongs to the registry that made it."""
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled variant belongs to the registry of the process that loads it."""
-        return process.default_registry, ()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

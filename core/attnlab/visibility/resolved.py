@@ -481,13 +481,14 @@ def resolve_call(
         return _resolved(mask, query, key, state, subject)
     batch, heads, length, _ = query.shape
     sizes = (batch, heads, length, key.shape[2], query.device, torch.is_inference_mode_enabled())
-    if sizes not in cache.resolved:
-        visibility, padding = _resolved(mask, query, key, None, subject)
+    resolved: tuple[Visibility, Tensor | None] | None = cache.resolved.get(
+        sizes
+    )  # one look: another thread may empty it
+    if resolved is None:
+        visibility, padding = resolved = _resolved(mask, query, key, None, subject)
         if cache.dense is not None and tuple(cache.dense.shape) == (batch, 1, length, key.shape[2]):
             visibility.known_dense = cache.dense
         cache.resolved.put(sizes, (visibility, padding))
-        return visibility, padding
-    resolved: tuple[Visibility, Tensor | None] = cache.resolved[sizes]
     return resolved
 
 

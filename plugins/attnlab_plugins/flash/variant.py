@@ -80,7 +80,7 @@ class FlashAttention(Attention):
             self.narrow(**dict.fromkeys(_BY_KERNELS, _WHY))
         elif kernels_serve("cpu"):
             self.capabilities = self.capabilities_on("cpu")
-            self._declare()
+            self.narrow()  # nothing more: validation reads the capabilities anew
 
     def capabilities_on(self, device: str) -> Capabilities:
         """The capabilities on this kind of device in this process: of kernels where they serve it, else of torch."""

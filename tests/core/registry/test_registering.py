@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 
 import attnlab
 from attnlab.errors import InvalidInput, PluginError, VariantUnavailable
-from attnlab.registry import Registry
+from attnlab.registry import Registry, process
 
 Write = Callable[[str, str], Path]
 HEAD = "version: 1\nvariants:\n"
@@ -129,3 +131,36 @@ def test_a_target_that_is_removed_after_it_was_loaded_goes_on_serving(write: Wri
     file.unlink()
     assert registry.create("x", **DIMS).name == "x"
     assert "there is no such file" in str(registry.info("x").unavailable)
+
+
+def test_a_refusal_names_variants_of_the_registry_that_made_the_variant() -> None:
+    other = Registry.from_files()
+    for name, base in (("first", "flash"), ("second", "dot_product")):
+        kind, row = attnlab.default_registry().variant_class(base), attnlab.info(base)
+        other.register(name, kind, capabilities=row.capabilities)
+    query = torch.randn(1, 2, 4, 16)
+
+    def refusal(variant: Any) -> str:
+        with pytest.raises(attnlab.UnsupportedRequest) as refused:
+            variant(query, query, query, need_weights=True)
+        return str(refused.value)
+
+    made = other.create("first", num_heads=2, head_dim=16)
+    assert refusal(made).endswith("that declare it: second")
+    assert refusal(copy.deepcopy(made)).endswith("that declare it: second")
+    # A pickle comes into another process, whose registry knows other names.
+    assert refusal(pickle.loads(pickle.dumps(made))).endswith("that declare it: chunked, dot_product")
+    assert "Variants of" not in refusal(type(made)(num_heads=2, head_dim=16)), "no registry made it"
+
+
+def test_a_pickled_variant_is_loaded_while_registry_files_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(attnlab.create("flash", num_heads=2, head_dim=16))
+
+    def broken() -> Registry:
+        raise attnlab.RegistryFileError("x.yaml:1:1: broken")
+
+    monkeypatch.setattr(process, "read", broken)
+    monkeypatch.setattr(process, "_current", None)
+    query = torch.randn(1, 2, 4, 16)
+    with pytest.raises(attnlab.UnsupportedRequest, match="flash does not support need_weights"):
+        pickle.loads(data)(query, query, query, need_weights=True)

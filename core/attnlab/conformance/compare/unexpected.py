@@ -64,8 +64,7 @@ def _place(fault: BaseException) -> str:
     paths = [(frame, str(Path(frame.filename).resolve())) for frame in frames]
     outside = [frame for frame, path in paths if not path.startswith((_OURS, _TORCH)) and Path(path).exists()]
     ours = [frame for frame, path in paths if path.startswith(_OURS) and "conformance" not in path[len(_OURS) :]]
-    mutants = [frame for frame, path in paths if "mutants" in path[len(_OURS) :] and path.startswith(_OURS)]
-    chosen = outside or mutants or ours
+    chosen = outside or ours
     if not chosen:
         return ""
     last = chosen[-1]
