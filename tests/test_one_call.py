@@ -24,21 +24,23 @@ CALLS: dict[str, dict[str, Any]] = {
 HEAD = """\
 # One call
 
-What one `attend()` of `dot_product` passes from the call to torch's kernel, traced by
-[tests/test_one_call.py](../tests/test_one_call.py), which also holds this page. `Attention.forward` in
-[interface.py](../core/attnlab/interface.py) is the sequence of its stages:
+The functions that one `attend()` of `dot_product` calls, up to torch's kernel. [tests/test_one_call.py](../tests/test_one_call.py) traces
+the calls, writes this page and fails if the page differs. `Attention.forward` in [interface.py](../core/attnlab/interface.py) is the sequence
+of the stages:
 
 | stage | function |
 |---|---|
-| read: types, shapes, dtypes; the request as bits | `stages.read` |
+| read: types, shapes, dtypes; which capabilities the request needs, one bit each | `stages.read` |
 | refuse what the variant does not declare | `Attention._refuse` |
 | validate everything beside tensors and masks | `stages.validate` |
 | resolve the mask for the shapes of this call | `resolve_call` |
 | clear padding | `stages.clear_padding` |
 | attend, once | `attend` of the variant |
-| finish: the state is spent, padded queries get zeros | `Attention._finish` |
+| finish: the state may not be used again, rows of padded queries become zeros | `Attention._finish` |
 
-A later call like a valid one skips all stages but `attend`: the fast path. These commands show the same for any program:
+A call that was not refused is remembered by its shapes, dtypes and devices. The next one like it takes the fast path: `attend` at once, after
+padding is cleared if it has a mask. An undeclared request leaves at the second stage, through
+[validation/refusals.py](../core/attnlab/validation/refusals.py).
 
 ```python
 import torch
