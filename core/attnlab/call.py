@@ -100,7 +100,7 @@ class Call:
         The first `sink_tokens` positions are exempt from `left`. query and key are those that `attend` was handed.
         """
         return Call(
-            self._settled(query, key).narrowed(left, right, sink_tokens),
+            self._resolved(query, key).narrowed(left, right, sink_tokens),
             self.scale,
             self.bias,
             self.softcap,
@@ -115,7 +115,7 @@ class Call:
             self.forgotten,
         )
 
-    def _settled(self, query: Tensor, key: Tensor) -> Visibility:
+    def _resolved(self, query: Tensor, key: Tensor) -> Visibility:
         """`visibility`, made where every query sees every key."""
         if self.visibility is not None:
             return self.visibility
@@ -128,7 +128,7 @@ class Call:
         """`visibility` without the pairs that a bias of -inf hides, for variants that read which keys are visible before they score."""
         if self.bias is None:
             return self.visibility
-        visible = self._settled(query, key).narrowed(None, None)
+        visible = self._resolved(query, key).narrowed(None, None)
         shown = self.bias.detach() != -torch.inf
         visible.allowed = shown if visible.allowed is None else visible.allowed & shown
         return visible

@@ -216,7 +216,7 @@ MESSAGES = {
     "mask_mod int": "mask_mod must return bool, True = may attend, got torch.int64; use score_mod= to change scores",
     "mask_mod shape": "mask_mod must return bool that broadcasts to [2, 4, 5, 7], the shapes of b, h, q, k, got [3, 3]",
     "lengths high": "mask: key_lengths must lie in 0 to 7, the length of the call's tensors, got 8; clip them, or pad the tensors",
-    "segments low": "mask: segments query_ids must be 0 or more, or -1 for an absent token, got -2",
+    "segments low": "mask: segments query_ids must be 0 or more, or -1 for padding, got -2",
     "cu list": "cu_query must be an integer tensor [n + 1], got [0, 2] (list)",
     "cu lengths": "cu_seqlens must be two vectors of one length n + 1, got [2] and [3]",
     "cu start": "cu_seqlens must start at 0 and never fall, got [1, 2]",

@@ -180,7 +180,7 @@ def _prove_the_suite(args: argparse.Namespace) -> int:
     useless += ["--device"] if args.device != "cpu" else []
     useless += ["--quick"] if args.quick and args.thorough else []
     if useless:
-        raise InvalidInput(f"--mutants proves the suite on the CPU, by every mutant; leave out {', '.join(useless)}")
+        raise InvalidInput(f"--mutants runs on the CPU with all mutants; leave out {', '.join(useless)}")
     # A few checks are done before other processes have begun; `main([...])` cannot begin any.
     jobs = _at_most(args.jobs or (1 if args.only and args.in_process else MOST_JOBS))
     return kill_table.run(args.format, args.only, not args.thorough, jobs)

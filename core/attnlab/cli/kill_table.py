@@ -59,7 +59,9 @@ def run(form: str, only: Sequence[str] | None, quick: bool, workers: int) -> int
     else:
         print(tables.render([_record(kill) for kill in results], RECORD_COLUMNS, form))
     for name in unproved:
-        terminal.say(f"{name} kills no mutant, which proves nothing: break a variant in the way that it must notice")
+        terminal.say(
+            f"{name} kills no mutant, so that nothing proves it: add a mutant with the mistake that it is written for"
+        )
     wrong = bool(idle) or any(kill.missed for kill in results) or any(alarm.failed for alarm in alarms)
     if wrong and form != "table":
         terminal.say(

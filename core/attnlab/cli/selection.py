@@ -17,7 +17,7 @@ def is_pattern(name: str) -> bool:
 
 
 def select(selection: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The known names that `wanted` asks for, each once, in the order asked; all where nothing is asked.
+    """The known names that `selection` asks for, each once, in the order asked; all where nothing is asked.
 
     `UnknownVariant` with the nearest names for one that matches none.
     """

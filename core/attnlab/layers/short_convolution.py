@@ -85,7 +85,7 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Sequence[Tensor], Tensor]:
         """`parts`, `[B, L, *]` each, convolved as the channels of one input, and the history after them.
 
-        segments: those of a call, of which the keys' count; what does not fit is left to the gate, which names it.
+        segments: those of a call, of which the keys' count; what does not fit is left to the validation of the request, which names it.
         """
         x = torch.cat(list(parts), -1)
         ids = segments[1] if isinstance(segments, (tuple, list)) and len(segments) == 2 else None

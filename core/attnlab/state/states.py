@@ -95,7 +95,7 @@ class State:
     def check(
         self, subject: str, batch: int, kv_heads: int, key_dim: int, value_dim: int, new: int, key: Tensor
     ) -> None:
-        """Judge whether the state fits a call; `InvalidInput` otherwise."""
+        """Validate whether the state fits a call; `InvalidInput` otherwise."""
         self.check_unspent(subject)
         first = next((t for t in (getattr(self, f.name) for f in fields(self)) if isinstance(t, Tensor)), None)
         if first is not None:
@@ -275,14 +275,14 @@ def _grown(store: Tensor, past: int, room: int) -> Tensor:
 
 
 def check_index(subject: str, index: object) -> None:
-    """Judge an index of sequences; `InvalidInput` otherwise."""
+    """Validate an index of sequences; `InvalidInput` otherwise."""
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
         got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
         raise InvalidInput(f"{subject}: index must be an int32 or int64 tensor [B], got {got}")
 
 
 def check_room(batch: object, capacity: object) -> None:
-    """Judge what `init_state` was asked for; `InvalidInput` otherwise."""
+    """Validate what `init_state` was asked for; `InvalidInput` otherwise."""
     for word, value, other in (("batch", batch, ""), ("capacity", capacity, " or None")):
         if word == "capacity" and value is None:
             continue
@@ -291,7 +291,7 @@ def check_room(batch: object, capacity: object) -> None:
 
 
 def _check_memory(subject: str, held: Tensor, kv_heads: int, value_dim: int, key: Tensor, *others: torch.dtype) -> None:
-    """Judge a memory `[B, Hkv, *, Dv]` that is summed in `accumulation_dtype`, or in one of `others`."""
+    """Validate a memory `[B, Hkv, *, Dv]` that is summed in `accumulation_dtype`, or in one of `others`."""
     if (held.shape[1], held.shape[3]) != (kv_heads, value_dim):
         raise InvalidInput(
             f"{subject}: the state was made for key/value heads, value width {(held.shape[1], held.shape[3])} "

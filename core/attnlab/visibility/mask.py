@@ -176,9 +176,7 @@ class AttentionMask(_WithCache):
                     )
         for part, ids in zip(("query_ids", "key_ids"), self.segments or (), strict=False):
             if (ends := _ends(ids, everywhere)) is not None and ends[0] < -1:
-                raise InvalidInput(
-                    f"{subject}: segments {part} must be 0 or more, or -1 for an absent token, got {ends[0]}"
-                )
+                raise InvalidInput(f"{subject}: segments {part} must be 0 or more, or -1 for padding, got {ends[0]}")
         offset = self.offset
         if isinstance(offset, (Tensor, int)):
             ends = _ends(offset, everywhere) if isinstance(offset, Tensor) else (offset, offset)

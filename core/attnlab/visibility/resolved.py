@@ -130,7 +130,7 @@ class Visibility:
         past_segments: Tensor | None = None,
         past_leading: Tensor | None = None,
     ) -> Visibility:
-        """Judge the mask's shapes against the call's, settle offset and positions.
+        """Validate the shapes of the mask against those of the call, and resolve offset and positions.
 
         `key_length` counts past and new; `past` is the state's length, None without a state; the other `past_` arguments are what
         the state keeps (`State`). Raises `InvalidInput`, whose message opens with `subject`.
@@ -181,7 +181,7 @@ class Visibility:
                 v.key_present = v.key_present.clone()
             if v.key_segments is not None and not past:
                 v.key_segments = v.key_segments.clone()
-        v._settle_offset(mask, past, subject)
+        v._resolve_offset(mask, past, subject)
         v._drop_what_hides_nothing()
         return v
 
@@ -193,7 +193,7 @@ class Visibility:
         visibility._drop_what_hides_nothing()
         return visibility
 
-    def _settle_offset(self, mask: AttentionMask, past: int | None, subject: str) -> None:
+    def _resolve_offset(self, mask: AttentionMask, past: int | None, subject: str) -> None:
         offset, lq, lk = mask.offset, self.query_length, self.key_length
         if offset is None:
             if past is None and lq != lk and mask.positional:
