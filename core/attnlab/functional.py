@@ -19,9 +19,8 @@ from attnlab.interface import ARGUMENTS, Attention
 from attnlab.registry.making import parameters_of
 
 _functions = BoundedCache()  # signature -> `(query, key, value) -> out`
-_instances = (
-    BoundedCache()
-)  # (variant, Hq, Hkv, Dq, Dk, Dv) -> instance; it holds no parameters, so that all may share it
+# (variant, Hq, Hkv, Dq, Dk, Dv) -> instance; it holds no parameters, so that all may share it
+_instances = BoundedCache()
 _any_autocast = torch._C._is_any_autocast_enabled
 
 

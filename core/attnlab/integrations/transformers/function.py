@@ -1,4 +1,4 @@
-"""The function that transformers calls in an attention layer, and what its arguments mean in attnlab's words. Needs torch.
+"""The function that transformers calls in an attention layer, and what its arguments mean as arguments of a variant. Needs torch.
 
 docs/contract.md, "Adapters", is the law: a tensor mask is complete, None is causal exactly in a causal module, and nothing is dropped.
 Restarting position_ids are sequences packed in one row, which see nothing of each other.
@@ -86,23 +86,23 @@ class ModelFunction:
         n_q, n_k = query.shape[2], key.shape[2]
         window = kwargs.get("sliding_window") if attention_mask is None and kwargs else None
         if attention_mask is not None:
-            words = asked_of(attention_mask)
+            rules = asked_of(attention_mask)
         else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
             causal = is_causal and n_q > 1 and not is_additive(getattr(module, "config", None))
-            words = _CAUSAL if causal else _NOTHING
+            rules = _CAUSAL if causal else _NOTHING
         packed = None
         if kwargs and n_q > 0 and (positions := kwargs.get("position_ids")) is not None:
-            packed = packed_sequences(module, positions, attention_mask, "causal" in (words or ()), n_q, n_k)
+            packed = packed_sequences(module, positions, attention_mask, "causal" in (rules or ()), n_q, n_k)
             if packed is not None:
-                attention_mask, words = packed.mask, None if packed.said is None else {"mask": packed.said}
+                attention_mask, rules = packed.mask, None if packed.said is None else {"mask": packed.said}
         signature, mask, generation = None, None, 0
         plain = not (request or refused or dropout or segments)
-        if self.bare and words is not None and window is None and plain and not torch.compiler.is_compiling():
+        if self.bare and rules is not None and window is None and plain and not torch.compiler.is_compiling():
             # The fast path of small inputs, as `attnlab.attention` has it.
             generation = self._functions.generation
-            signature, mask = _signature_of(query, key, value, words, scaling)
+            signature, mask = _signature_of(query, key, value, rules, scaling)
             function = self._functions.get(signature) if signature else None
             if function is not None and not torch._C._is_any_autocast_enabled():
                 out = function(query, key, value) if mask is None else function(query, key, value, mask)
@@ -120,12 +120,12 @@ class ModelFunction:
                 f"{attention.name}: the model asks for a window of {window} keys and built no mask that holds it; "
                 "register the mask function together with the attention function"
             )
-        if attention_mask is None and words and n_q != n_k:
+        if attention_mask is None and rules and n_q != n_k:
             raise UnsupportedRequest(
                 f"{attention.name}: a causal layer came without a mask at {n_q} queries and {n_k} keys, "
                 "which leaves the alignment open; pass the mask of this implementation"
             )
-        _put_mask(attention, request, attention_mask, words)
+        _put_mask(attention, request, attention_mask, rules)
         if segments is not None:
             _put_segments(attention, request, segments)
         if scaling is not None:
