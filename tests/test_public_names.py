@@ -38,6 +38,7 @@ PUBLIC = [
     "Registry",
     "RegistryFileError",
     "Request",
+    "Requirements",
     "ScoreAttention",
     "State",
     "UnknownVariant",

@@ -42,6 +42,7 @@ _HOMES = {
     "Registry": "attnlab.registry",
     "RegistryFileError": "attnlab.errors",
     "Request": "attnlab.request",
+    "Requirements": "attnlab.requirements",
     "ScoreAttention": "attnlab.families.score",
     "UnknownVariant": "attnlab.errors",
     "UnsupportedRequest": "attnlab.errors",
@@ -86,6 +87,7 @@ __all__ = [
     "Registry",
     "RegistryFileError",
     "Request",
+    "Requirements",
     "ScoreAttention",
     "State",
     "UnknownVariant",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     from attnlab.layers.multi_head import GateProjections, MultiHeadAttention
     from attnlab.registry import Registry
     from attnlab.request import Request
+    from attnlab.requirements import Requirements
     from attnlab.state import CacheState, LinearState, ProjectedState, RecurrentState, State, WindowState
     from attnlab.visibility import AttentionMask, Visibility
 

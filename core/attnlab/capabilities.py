@@ -56,8 +56,20 @@ PROPERTIES: Mapping[str, str] = MappingProxyType(
         "exports": "torch.export captures it",
         "isolates_nonfinite": "NaN and Inf in a hidden pair reach nothing",
         "batch_invariant": "a row's bits do not depend on its batch mates",
+        "rows_independent": "a query's row depends on no other query; true unless given up",
+        "heads_independent": "a query head reads its own key/value head alone; true unless given up",
+        "surrogate_gradient": "backward is no derivative of the forward, as of straight-through estimators",
+        "random": "calls draw numbers, and differ from one another",
+        "projects_values": "values are transformed before or after they are averaged",
+        "approximation": "not exact, and within this factor of the largest value of its formula",
     }
 )
+
+CONCESSIONS = ("null_key", "surrogate_gradient", "random", "projects_values", "approximation")
+"""Properties that switch laws off."""
+
+GIVEN = ("rows_independent", "heads_independent")
+"""Properties that are true unless a variant gives them up."""
 
 BIT: Mapping[str, int] = MappingProxyType(
     {
@@ -117,7 +129,8 @@ class Capabilities:
 
     `weights` says how the weights come about: `"in_graph"` (differentiable, part of the forward),
     `"recomputed"` (a second pass) or `"effective"` (the linear map from value to out). `head_dims` is
-    a range of legal head sizes, None for any. A class states the ceiling; an instance may only narrow it.
+    a range of legal head sizes, None for any. `approximation`, of a variant that is not `exact`, is the largest difference between its out
+    and its formula's, as a factor of the largest magnitude of a value. A class states the ceiling; an instance may only narrow it.
     """
 
     causal: bool = False
@@ -157,6 +170,12 @@ class Capabilities:
     exports: bool = False
     isolates_nonfinite: bool = False
     batch_invariant: bool = False
+    rows_independent: bool = True
+    heads_independent: bool = True
+    surrogate_gradient: bool = False
+    random: bool = False
+    projects_values: bool = False
+    approximation: float | None = None
     notes: Mapping[str, str] = field(default_factory=dict, hash=False)
     bits: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -165,6 +184,13 @@ class Capabilities:
             for name in inputs:
                 if name not in known:
                     raise PluginError(f"Capabilities: {what} {name!r} is not one of {', '.join(known)}")
+        if self.random and self.deterministic:
+            raise PluginError("Capabilities: random and deterministic contradict each other; claim one of them")
+        bound = self.approximation
+        if bound is not None and (self.exact or not 0 < bound < float("inf")):
+            raise PluginError(
+                f"Capabilities: approximation must be a positive number beside exact=False, got {bound!r}"
+            )
         bits = sum(BIT[name] for name in ASKABLE if getattr(self, name))
         bits |= sum(BIT[f"dtype {d}"] for d in self.dtypes) | sum(BIT[f"device {d}"] for d in self.devices)
         object.__setattr__(self, "bits", bits)
@@ -178,8 +204,8 @@ class Capabilities:
         return bool(getattr(self, name))
 
     def declared(self) -> list[str]:
-        """The claimed askables and properties, in their fixed order."""
-        return [name for name in (*ASKABLE, *PROPERTIES) if getattr(self, name)]
+        """The claimed askables and properties, in their fixed order, without those that are true unless given up."""
+        return [name for name in (*ASKABLE, *PROPERTIES) if getattr(self, name) and name not in GIVEN]
 
     def narrow(self, **reasons: str) -> Capabilities:
         """A copy without the named capabilities, each with the reason that refusals will quote.
@@ -188,12 +214,13 @@ class Capabilities:
         """
         for name in reasons:
             self.declares(name)
-        off = {name: None if name == "weights" else False for name in reasons}
+        off = {name: None if name in ("weights", "approximation") else False for name in reasons}
         return replace(self, **off, notes={**self.notes, **reasons})  # type: ignore[arg-type]
 
     def within(self, ceiling: Capabilities) -> list[str]:
         """The names that this claims and `ceiling` does not: empty where this only narrows."""
-        wider = [n for n in (*ASKABLE, *PROPERTIES) if getattr(self, n) and not getattr(ceiling, n)]
+        claims = [n for n in (*ASKABLE, *PROPERTIES) if n not in CONCESSIONS]
+        wider = [n for n in claims if getattr(self, n) and not getattr(ceiling, n)]
         wider += [f"dtype {d}" for d in sorted(self.dtypes - ceiling.dtypes)]
         wider += [f"device {d}" for d in sorted(self.devices - ceiling.devices)]
         return wider

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
@@ -23,6 +24,7 @@ from attnlab.call import Arguments, AttentionOutput, Call, ScoreMod, signature_o
 from attnlab.capabilities import Capabilities, GateSpec, KnownFailure, Reason
 from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult
 from attnlab.request import Request
+from attnlab.requirements import NOTHING, Requirements
 from attnlab.state import State
 from attnlab.state.origin import pass_on
 from attnlab.validation import stages
@@ -43,6 +45,7 @@ class Attention(nn.Module):
         definition: a free float64 function that says what is right (`attnlab.formulas`), where the formula is its own.
         golden: cases from the paper, for a formula of its own.
         gates: per-token gates by name, for recurrences.
+        requires: what every call of it must be (`Requirements`), which an instance may state with `self.require(...)`.
         conflicts: declared capabilities that do not combine: `(("state", "weights"), "why")`.
         known_failures: conformance checks that it is known to fail, by name; always strict.
         state_type: the class of its states, where it declares `state`.
@@ -72,6 +75,7 @@ class Attention(nn.Module):
     definition: ClassVar[Callable[..., Any] | None] = None
     golden: ClassVar[tuple[Any, ...]] = ()
     gates: ClassVar[Mapping[str, GateSpec]] = MappingProxyType({})
+    requires: Requirements = NOTHING
     conflicts: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
     known_failures: ClassVar[Mapping[str, KnownFailure]] = MappingProxyType({})
     state_type: ClassVar[type[State]] = State
@@ -134,7 +138,8 @@ class Attention(nn.Module):
         author = next(kind for kind in type(self).__mro__ if "attend" in kind.__dict__)
         self._zeroes_rows = bool(author.__dict__.get("zeroes_absent_rows", False))
         self._conflict_bits = tuple(sum(getattr(BITS, n) for n in names) for names, _ in self.conflicts)
-        self._examines = self.refuses_more and type(self).supports is not Attention.supports
+        more = self.refuses_more and type(self).supports is not Attention.supports
+        self._examines = more or self.requires != NOTHING
         self._fast_path: FastPath | None = type(self).__dict__.get("fast_path")
         self._validated = BoundedCache()  # requests and signatures that were not refused
 
@@ -230,6 +235,11 @@ class Attention(nn.Module):
         self._declare()
         require_sizes(self)
 
+    def require(self, **words: Any) -> None:
+        """State what every call of this instance must be, beside what its class requires: the words of `Requirements`."""
+        self.requires = replace(self.requires, **words)
+        self._declare()
+
     def extra_repr(self) -> str:
         sizes = [f"num_heads={self.num_heads}", f"head_dim={self.head_dim}"]
         if self.num_kv_heads != self.num_heads:
@@ -312,7 +322,7 @@ class Attention(nn.Module):
         conflict = any(bits & both == both for both in self._conflict_bits)
         if not (bits & ~self._bits or self._examines or conflict):
             return
-        request = request_of(bits, reading.query, reading.key, reading.value, state)
+        request = request_of(bits, reading.query, reading.key, reading.value, state, reading.mask)
         in_graph = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
         if in_graph or request not in self._validated:
             refuse(self, request)

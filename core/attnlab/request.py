@@ -13,7 +13,8 @@ from attnlab.capabilities import ASKABLE, BIT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call's shapes and flags. Lengths are tokens, dims are head widths, `past` the state's length.
+    """One call's shapes and flags. Lengths are tokens, dims are head widths, `past` the state's length,
+    `offset` that of the call where it is an int.
 
     `bits` holds the askables in use, the dtype and the device, as `capabilities.BIT` numbers them.
     """
@@ -30,6 +31,7 @@ class Request:
     device: str
     bits: int
     past: int = 0
+    offset: int = 0
 
     def asks(self, feature: str) -> bool:
         """Whether the call uses this askable."""
@@ -55,6 +57,7 @@ class Request:
         dtype: str = "float32",
         device: str = "cpu",
         past: int = 0,
+        offset: int = 0,
     ) -> Request:
         """A request from plain numbers; features implied by the shapes are added to those named."""
         kv = num_heads if num_kv_heads is None else num_kv_heads
@@ -84,4 +87,5 @@ class Request:
             device=device,
             bits=bits,
             past=past,
+            offset=offset,
         )

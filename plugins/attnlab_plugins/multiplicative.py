@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from attnlab import AttentionOutput, Call, InvalidInput, ProjectedState, Reason, Request, ScoreAttention, Visibility
+from attnlab import AttentionOutput, Call, InvalidInput, ProjectedState, ScoreAttention, Visibility
 from attnlab.engines import (
     accumulation_dtype,
     additive_projection,
@@ -114,6 +114,7 @@ class MultiplicativeAttention(ScoreAttention):
                 position_free=why,
                 linear_memory="a score for each of max_length positions is made at once",
             )
+            self.require(max_length=max_length)
             self.W_a = nn.Parameter(torch.empty(num_heads, max_length, self.head_dim))
         self.reset_parameters()
 
@@ -131,20 +132,6 @@ class MultiplicativeAttention(ScoreAttention):
 
     def default_scale(self) -> float:
         return 1.0
-
-    def supports(self, request: Request) -> list[Reason]:
-        reasons = super().supports(request)
-        longest = self.options["max_length"]
-        if self.score == "location" and request.key_length > longest:
-            reasons.append(
-                Reason(
-                    "key_length",
-                    f"{request.key_length} keys",
-                    f"up to max_length={longest}",
-                    "create it with a larger max_length",
-                )
-            )
-        return reasons
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
         if self.local == "m":

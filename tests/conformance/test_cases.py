@@ -14,14 +14,31 @@ from attnlab.conformance.oracle.features import FEATURES, compatible
 from attnlab.conformance.oracle.inputs import draw
 from attnlab.conformance.running.plan import all_checks, cases_of
 from attnlab.conformance.running.subject import subject_of
+from attnlab.errors import InvalidInput
 from attnlab_evaluations.suite_proof.correct import TextbookAttention, TextbookDelta
 
 VARIANT = TextbookAttention(num_heads=2, head_dim=8)
 
 
 def test_an_id_names_dtype_features_and_sizes() -> None:
-    assert case("causal", "gqa", dtype="bfloat16").id == "bfloat16-causal+gqa-B2H4k2L7x7D8"
-    assert case("value_dim", "longer_keys").id == "float32-value_dim+longer_keys-B2H2L5x9D8x8x5"
+    assert case("causal", "gqa", dtype="bfloat16").id == "batch=2 heads=4/2 lengths=7/7 width=8 causal gqa bfloat16"
+    assert (
+        case("value_dim", "longer_keys").id == "batch=2 heads=2 lengths=5/9 width=8/8/5 value_dim longer_keys float32"
+    )
+
+
+def test_an_id_is_read_back_as_the_case() -> None:
+    cases = [
+        case("causal", "window=(64, 0)", dtype="float16", seed=3),
+        case("mask", note="autocast", options='{"left": 3}'),
+        case("softcap=0.05", "transposed", batch=1, num_heads=12, num_kv_heads=3, query_length=1, key_length=513),
+    ]
+    for one in cases:
+        assert Case.parse(one.id).id == one.id
+    with pytest.raises(InvalidInput, match="no feature is called 'windw=3'"):
+        Case.parse("batch=2 windw=3")
+    with pytest.raises(InvalidInput, match="heads takes 1 or 2 numbers"):
+        Case.parse("heads=4/2/1")
 
 
 def test_a_case_asks_for_what_its_features_its_sizes_and_its_check_need() -> None:

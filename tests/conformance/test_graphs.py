@@ -68,7 +68,7 @@ def test_a_capture_that_fails_is_told_by_its_exception_and_what_to_do() -> None:
     failed = [r for r in run_checks(ClaimsToCompile, only="compiles_without_a_graph_break") if not r.ok]
     assert failed
     for part in (
-        "ClaimsToCompile (float32 on cpu, causal+gqa+longer_keys, ",
+        "ClaimsToCompile (batch=2 heads=4/2 lengths=5/9 width=8 causal gqa longer_keys float32): ",
         "torch.compile(fullgraph=True) failed: ",
         "Drop the claim `compiles`",
     ):

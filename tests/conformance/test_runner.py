@@ -13,8 +13,8 @@ from torch import Tensor
 from attnlab import AttentionOutput, Call, InvalidInput, KnownFailure, PluginError, Reason, Request, UnknownVariant
 from attnlab.conformance import CheckResult, check_names, iter_checks, run_checks
 from attnlab_evaluations.suite_proof.correct import TextbookAttention
+from attnlab_evaluations.suite_proof.mutants.definition import ScaledByTheModelWidth, SubtractsNoMaximum
 from attnlab_evaluations.suite_proof.mutants.refusals import SwallowsSoftcap
-from attnlab_evaluations.suite_proof.mutants.values import ScaledByTheModelWidth, SubtractsNoMaximum
 
 
 def statuses(results: list[CheckResult]) -> set[str]:
@@ -106,19 +106,19 @@ def test_a_quick_run_covers_the_same_checks_with_fewer_cases() -> None:
 
 
 class KnownToOverflow(SubtractsNoMaximum):
-    known_failures: ClassVar = {"large_scores_do_not_overflow": KnownFailure("exp overflows, see the paper's appendix")}
+    known_failures: ClassVar = {"agrees_with_definition": KnownFailure("exp overflows, see the paper's appendix")}
 
 
 class KnownWithoutReason(TextbookAttention):
-    known_failures: ClassVar = {"large_scores_do_not_overflow": KnownFailure("was true once")}
+    known_failures: ClassVar = {"agrees_with_definition": KnownFailure("was true once")}
 
 
 class KnownByAnotherName(TextbookAttention):
-    known_failures: ClassVar = {"survive_large_scores": KnownFailure("a slip")}
+    known_failures: ClassVar = {"agree_with_definitions": KnownFailure("a slip")}
 
 
 def test_a_known_failure_is_reported_with_its_reason_and_lets_the_variant_pass() -> None:
-    results = run_checks(KnownToOverflow, only="large_scores_do_not_overflow")
+    results = run_checks(KnownToOverflow, only="agrees_with_definition")
     known = [r for r in results if r.status == "known failure"]
     assert known
     assert all(r.ok for r in results)
@@ -127,7 +127,7 @@ def test_a_known_failure_is_reported_with_its_reason_and_lets_the_variant_pass()
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_known_failure_that_passes_is_a_failure(quick: bool) -> None:
-    results = run_checks(KnownWithoutReason, only="large_scores_do_not_overflow", quick=quick)
+    results = run_checks(KnownWithoutReason, only="agrees_with_definition", quick=quick)
     last = results[-1]
     assert last.status == "failed"
     assert "is declared a KnownFailure (was true once) and passes on every case. Remove the declaration" in last.message
@@ -135,16 +135,16 @@ def test_a_known_failure_that_passes_is_a_failure(quick: bool) -> None:
 
 def test_a_known_failure_of_an_unknown_check_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(
-        PluginError, match="'survive_large_scores', which is no check; did you mean 'large_scores_do_not_overflow'"
+        PluginError, match="'agree_with_definitions', which is no check; did you mean 'agrees_with_definition'"
     ):
         run_checks(KnownByAnotherName, only="train_and_eval_modes_agree")
 
 
 def test_a_known_failure_of_another_exception_does_not_cover_an_assertion() -> None:
     class Covers(SubtractsNoMaximum):
-        known_failures: ClassVar = {"large_scores_do_not_overflow": KnownFailure("crashes", raises=RuntimeError)}
+        known_failures: ClassVar = {"agrees_with_definition": KnownFailure("crashes", raises=RuntimeError)}
 
-    assert "failed" in statuses(run_checks(Covers, only="large_scores_do_not_overflow"))
+    assert "failed" in statuses(run_checks(Covers, only="agrees_with_definition"))
 
 
 # -- refusals and surprises ---------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_a_check_that_needs_what_is_not_declared_says_so_once() -> None:
 def test_a_failure_says_who_where_what_how_far_and_why() -> None:
     failed = next(r for r in run_checks(ScaledByTheModelWidth, only="agrees_with_definition", quick=True) if not r.ok)
     for part in (
-        "ScaledByTheModelWidth (float32 on cpu, plain, B=2 Hq=2 Hkv=2 Lq=7 Lk=7 Dq=8 Dk=8 Dv=8, seed 0): ",
+        "ScaledByTheModelWidth (batch=1 heads=2 lengths=2/2 width=4 float32): ",
         "out differs from the float64 definition at [b=",
         ", i=",
         "got ",
@@ -226,7 +226,7 @@ def test_a_failure_says_who_where_what_how_far_and_why() -> None:
         "the plain formula's error in float32",
         "rounding over",
         " elements are outside. ",
-        "Follow the definition step by step",
+        "the scale is ",
     ):
         assert part in failed.message, failed.message
 

@@ -91,7 +91,7 @@ def test_location_refuses_more_keys_than_it_has_rows_for_even_after_fewer() -> N
     variant = create("multiplicative_location", num_heads=1, head_dim=4, max_length=6)
     short, longer = torch.randn(1, 1, 6, 4), torch.randn(1, 1, 7, 4)
     variant(short, short, short), variant(short, short, short)
-    with pytest.raises(UnsupportedRequest, match=r"7 keys \(allowed: up to max_length=6\): create it with a larger"):
+    with pytest.raises(UnsupportedRequest, match=r"7 tokens \(allowed: up to 6\)"):
         variant(longer, longer, longer)
 
 

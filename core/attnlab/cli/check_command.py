@@ -48,7 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--only", action="append", metavar="CHECK", help="one check or one topic by name; may be given more than once"
     )
     parser.add_argument(
-        "--case", metavar="ID", help="one case of the checks by its id, or a pattern of ids: 'float16-causal*'"
+        "--case",
+        metavar="ID",
+        help="one case of the checks, a request in one line as failures show it, or a pattern: '*causal*float16*'; with --only any request",
     )
     parser.add_argument(
         "--options",
@@ -252,5 +254,7 @@ def record(result: CheckResult) -> dict[str, Any]:
         "status": result.status,
         "seconds": round(result.seconds, 4),
         "message": result.message,
+        "smallest": result.smallest,
+        "alike": result.alike,
         "repeat": result.repeat,
     }

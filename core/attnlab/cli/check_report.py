@@ -41,8 +41,13 @@ def report(
     for topic, members in topics.items():
         space = " " * (room - tables.display_width(topic))
         lines.append(f"  {topic}{space}  {_counted(members)}; {_seconds(members)}")
+    told: set[str] = set()
     for members in grouped(wrong, "check").values():
-        lines += ["", *_failures(members, len(members) if every else SHOWN)]
+        fresh = [one for one in members if every or _asks(one) not in told]
+        if fresh:
+            lines += ["", *_failures(fresh, len(fresh) if every else SHOWN)]
+        told |= {_asks(one) for one in fresh}
+    lines += _also(wrong) if not every else []
     for result in results:
         if result.status == "known failure":
             head = terminal.paint("known failure", "yellow")
@@ -72,17 +77,52 @@ def grouped(results: Sequence[CheckResult], by: str) -> dict[str, list[CheckResu
     return groups
 
 
-def _failures(members: Sequence[CheckResult], limit: int) -> list[str]:
-    """The failures of one check: the first `limit` whole, each with what repeats it; the others counted."""
+def _asks(result: CheckResult) -> str:
+    """What the smallest failing request asks for beside its sizes; the whole case where it was not shrunk."""
+    words = result.smallest.split()
+    return (
+        " ".join(w for w in words if not w.startswith(_SIZES) and w != "float32")
+        if words
+        else f"{result.check} {result.case}"
+    )
+
+
+_SIZES = ("batch=", "heads=", "lengths=", "width=", "seed=")
+
+
+def _also(wrong: Sequence[CheckResult]) -> list[str]:
+    """`with causal window=(3,0) these fail too: ...`, for what several checks found, which only the first of them tells."""
     lines = []
-    for result in members[:limit]:
+    causes: dict[str, dict[str, int]] = {}
+    for result in wrong:
+        if result.smallest:
+            counts = causes.setdefault(_asks(result), {})
+            counts[result.check] = counts.get(result.check, 0) + 1
+    for asks, counts in causes.items():
+        first, *others = counts
+        if others:
+            named = ", ".join(f"{check} ({counts[check]})" for check in others)
+            lines += ["", f"  {f'with {asks}' if asks else 'in a plain call'} these fail as {first} does: {named}"]
+    return lines
+
+
+def _failures(members: Sequence[CheckResult], limit: int) -> list[str]:
+    """The failures of one check by cause: the first `limit` causes whole, each with what repeats it; the others counted."""
+    lines = []
+    shrunk = grouped([one for one in members if one.smallest], "smallest")
+    causes = [*shrunk.values(), *([one] for one in members if not one.smallest)]
+    for result, *others in causes[:limit]:
+        line = result.smallest or result.case
         lines.append(
-            f"  {terminal.paint(result.status, 'red')}: {result.check} ({result.topic}){f', {result.case}' if result.case else ''}"
+            f"  {terminal.paint(result.status, 'red')}: {result.check} ({result.topic}){f', {line}' if line else ''}"
         )
         lines.append(textwrap.indent(result.message.rstrip() or "no message", "    "))
+        if others:
+            lines.append(f"    {len(others) + 1} cases fail so; this is the smallest request that does")
         lines.append(f"    repeat: {result.repeat}")
-    if len(members) > limit:
-        lines.append(f"    and {len(members) - limit} more cases of {members[0].check}")
+    if len(causes) > limit:
+        more = sum(len(one) for one in causes[limit:])
+        lines.append(f"    and {more} more cases of {members[0].check}")
     return lines
 
 

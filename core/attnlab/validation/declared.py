@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from attnlab.capabilities import Capabilities, GateSpec, Reason
     from attnlab.request import Request
+    from attnlab.requirements import Requirements
     from attnlab.state import State
 
 
@@ -30,6 +31,7 @@ class Declared(Protocol):
     key_dim: int
     value_dim: int
     capabilities: Capabilities
+    requires: Requirements
     conflicts: ClassVar[tuple[tuple[tuple[str, ...], str], ...]]
     gates: ClassVar[Mapping[str, GateSpec]]
     state_type: ClassVar[type[State]]

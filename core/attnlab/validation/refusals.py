@@ -10,8 +10,10 @@ from torch import Tensor
 from attnlab.capabilities import ASKABLE, BIT, DEVICES, DTYPES, Reason
 from attnlab.errors import UnsupportedRequest
 from attnlab.request import Request
+from attnlab.requirements import NOTHING
 from attnlab.state import State
 from attnlab.validation.declared import Declared
+from attnlab.visibility import AttentionMask
 
 BITS = SimpleNamespace(**{name: BIT[name] for name in ASKABLE})
 DTYPE_BITS = {getattr(torch, d): BIT[f"dtype {d}"] for d in DTYPES}
@@ -22,9 +24,12 @@ UNKNOWN = 1 << len(BIT)
 _SIZES = ("gqa", "value_dim", "query_dim", "head_dims")
 
 
-def request_of(bits: int, query: Tensor, key: Tensor, value: Tensor, state: object) -> Request:
+def request_of(
+    bits: int, query: Tensor, key: Tensor, value: Tensor, state: object, mask: AttentionMask | None = None
+) -> Request:
     """The `Request` of a call whose shapes are valid."""
     past = state.length if isinstance(state, State) else 0
+    offset = None if mask is None else mask.offset
     return Request(
         batch=query.shape[0],
         num_heads=query.shape[1],
@@ -38,6 +43,7 @@ def request_of(bits: int, query: Tensor, key: Tensor, value: Tensor, state: obje
         device=query.device.type,
         bits=bits,
         past=past,
+        offset=offset if isinstance(offset, int) else 0,
     )
 
 
@@ -49,7 +55,7 @@ def refuse(variant: Declared, request: Request) -> None:
 
 
 def undeclared(variant: Declared, request: Request) -> list[Reason]:
-    """A `Reason` for each thing that the request asks and the variant's capabilities lack."""
+    """A `Reason` for each thing that the request asks and the capabilities lack, and for each requirement that it does not meet."""
     capabilities = variant.capabilities
     reasons = [
         Reason(feature, _form(feature, request), _ALLOWED.get(feature, "no"), capabilities.notes.get(feature, ""))
@@ -72,7 +78,9 @@ def undeclared(variant: Declared, request: Request) -> list[Reason]:
         for word, size in (("d_q", request.query_dim), ("d_k", request.key_dim), ("d_v", request.value_dim)):
             if size not in legal:
                 reasons.append(Reason("head_dims", f"{word}={size}", f"{legal.start} to {legal[-1]}{step}"))
-    return reasons
+    if variant.requires is NOTHING:  # a graph that looks at lengths would be made anew for others
+        return reasons
+    return reasons + variant.requires.reasons(request)
 
 
 _ALLOWED = {

@@ -30,6 +30,15 @@ def too_long(request: Request, longest: int) -> list[Reason]:
             ("key_length", "keys", request.key_length),
         )
         if length > longest
+    ] + [
+        Reason(
+            "offset",
+            f"offset={request.offset}",
+            f"positions below max_length={longest}",
+            "create it with a larger max_length",
+        )
+        for last in [request.query_length - 1 + abs(request.offset)]
+        if request.offset and last > longest and not request.asks("window")
     ]
 
 

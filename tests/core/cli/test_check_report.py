@@ -28,6 +28,8 @@ def result(check: str, status: str, message: str = "", topic: str = "masks", var
         status=status,
         message=message,
         seconds=0.25,
+        smallest="",
+        alike=1,
         repeat=f"attnlab check {variant} --only {check}",
     )
 

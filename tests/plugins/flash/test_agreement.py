@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attnlab.conformance.checks.gradients import check_gradients_match_definition
+from attnlab.conformance.checks.definition import check_gradients_match_definition
 from attnlab.conformance.oracle.cases import Case, case, pairs, singles
 
 LENGTHS = (1, 7, 16, 17, 33, 65, 137)

@@ -11,10 +11,10 @@ from importlib import import_module
 from attnlab.conformance.running.check import Check
 
 MODULES = (
-    *("registry", "golden", "values", "extremes", "dtypes", "half_sums", "masks", "padding", "weights", "layout"),
-    *("sizes", "independence", "gradients", "dropout", "packed", "state", "state_offsets", "state_masks"),
+    *("registry", "definition", "golden", "dtypes", "half_sums", "masks", "padding", "weights", "layout"),
+    *("sizes", "independence", "gradients", "dropout", "packed", "decoding", "state", "state_offsets", "state_masks"),
     *("state_modes", "state_copies", "state_life", "laws", "modules", "transforms", "threads", "devices", "settings"),
-    *("memory", "fast_path", "graphs", "refusals", "entrances", "constructors"),
+    *("memory", "fast_path", "graphs", "refusals", "entrances", "prepared", "constructors"),
 )
 
 ALL: tuple[Check, ...] = tuple(check for name in MODULES for check in import_module(f"{__name__}.{name}").CHECKS)

@@ -16,7 +16,7 @@ from attnlab.conformance.oracle.bounds import exact_and_bound, exact_gradients_a
 from attnlab.conformance.oracle.cases import Case, case, each
 from attnlab.conformance.oracle.derivatives import direction_for, recorded, slopes, trained
 from attnlab.conformance.oracle.inputs import FLOAT_ARGUMENTS, Inputs, define, reduction_terms
-from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 
 HALF = ("bfloat16", "float16")
 
@@ -127,10 +127,12 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def check_bias_and_sinks_may_have_another_dtype(variant: Any, case: Case) -> None:
-    """Bias and sinks in float32 or float64 beside a query of another dtype are used as they are."""
+    """Bias, sinks and gates of another float dtype than the query's are used as they are."""
     inputs, compare = drawn(case, variant)
-    names = [n for n in FLOAT_ARGUMENTS if n in inputs.arguments]
-    for dtype in (torch.float32, torch.float64):
+    names = [n for n in inputs.tensors() if n in FLOAT_ARGUMENTS or n.startswith("gates.")]
+    if not names:
+        raise NotApplicable("no bias, no sinks and no gates are given")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         changed = inputs.changed(lambda x: x.to(dtype), *names)  # noqa: B023
         exact, limit = exact_and_bound(variant, changed)  # of the numbers of that dtype
         advice = "Any float dtype is legal: cast to the dtype that scores are computed in"
@@ -159,12 +161,18 @@ def _autocast(*needs: str) -> Any:
 
 
 def _mixed(scope: Scope) -> Iterable[Case]:
-    return [c for dtype in scope.dtypes for c in each("bias", "sinks", "causal+bias_per_key", dtype=dtype)]
+    labels = ["bias", "sinks", "causal+bias_per_key", *["", "causal"] * scope.has_gates]
+    return [c for dtype in scope.dtypes for c in each(*labels, dtype=dtype)]
 
 
 CHECKS = (
     Check(
-        check_long_sums_accumulate_in_float32, "dtypes", _sums, claims=("normalised",), asks_more=True, random_too=True
+        check_long_sums_accumulate_in_float32,
+        "dtypes",
+        _sums,
+        claims=("normalised", "exact"),
+        asks_more=True,
+        random_too=True,
     ),
     Check(check_scores_may_exceed_half_precision, "dtypes", _overflowing),
     Check(check_autocast_agrees, "dtypes", _autocast()),

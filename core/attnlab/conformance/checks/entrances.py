@@ -102,7 +102,8 @@ def check_supports_gives_reasons_for_refusals(variant: Any, case: Case) -> None:
         "dtype": case.dtype,
         "device": case.device.split(":")[0],
     }
-    plain = _reasons(variant, case, Request.of(**sizes, num_kv_heads=case.num_kv_heads))
+    required = [name for name in ("causal", "window") if getattr(variant.requires, name)]
+    plain = _reasons(variant, case, Request.of(*required, **sizes, num_kv_heads=case.num_kv_heads))
     fault = f"supports() refuses a plain request: {'; '.join(map(str, plain))}"
     demand(not plain, variant, case, fault, "Serve a plain call in a declared dtype, or do not declare it")
     other: dict[str, dict[str, Any]] = {

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks.extremes import EDGES, banded, long_inputs, sampled_rows
-from attnlab.conformance.checks.values import together
 from attnlab.conformance.compare.comparer import Comparer, drawn
 from attnlab.conformance.compare.tolerances import UNIT, Bound
-from attnlab.conformance.oracle.bounds import exact_gradients_and_bounds
-from attnlab.conformance.oracle.cases import Case, each, singles
+from attnlab.conformance.oracle.cases import Case, each
 from attnlab.conformance.oracle.derivatives import (
     Gradients,
     differentiated,
@@ -27,30 +23,8 @@ from attnlab.conformance.oracle.derivatives import (
 from attnlab.conformance.oracle.features import normal
 from attnlab.conformance.oracle.inputs import Inputs, draw
 from attnlab.conformance.oracle.seeds import seeded_draws
-from attnlab.conformance.running.check import Check, NotApplicable, Scope
-
-
-def check_gradients_match_definition(variant: Any, case: Case) -> None:
-    """Gradients of query, key, value, bias, sinks, gates and parameters equal the definition's, and so does the out they go with."""
-    inputs = _noted(draw(case, variant))
-    compare, direction = Comparer(variant, inputs), direction_for(inputs)
-    out, grads = gradients(variant, inputs, direction)
-    advice = "The path that autograd records must compute what the other path computes"
-    compare.defined(out, advice, "the float64 definition (while gradients are recorded)")
-    exact = exact_gradients_and_bounds(variant, inputs, direction)
-    advice = "Its own backward must use the forward's masks, scale and order; sum broadcast axes back to their shape"
-    compare.close_gradients(grads, exact, advice)
-
-
-def check_long_gradients_match_definition(variant: Any, case: Case) -> None:
-    """Past the tiles of every usual kernel: the gradients that rows at the borders ask for equal the definition's."""
-    inputs, rows = long_inputs(variant, case), sampled_rows(case)
-    direction = direction_for(inputs, rows)
-    _, grads = gradients(variant, inputs, direction)
-    exact = exact_gradients_and_bounds(variant, inputs, direction, rows)
-    versus = f"the definition's (rows {', '.join(map(str, rows))})"
-    advice = "Each tile's backward adds to what other tiles gave; the last partial tile and the skipped ones included"
-    Comparer(variant, inputs).close_gradients(grads, exact, advice, versus)
+from attnlab.conformance.oracle.space import Row
+from attnlab.conformance.running.check import Check, NotApplicable, Scope, precise, small
 
 
 def check_query_key_and_value_may_be_one_tensor(variant: Any, case: Case) -> None:
@@ -138,17 +112,6 @@ def check_gradients_honour_the_strides_of_grad_output(variant: Any, case: Case) 
         compare.same_gradients(gradients(variant, inputs, direction)[1], expected, versus, advice)
 
 
-def _noted(inputs: Inputs) -> Inputs:
-    """The inputs with the contents that the note names.
-
-    `opposed`: scores far below 0, where a backward needs the row's maximum too; or an end of an argument.
-    """
-    note = inputs.case.note
-    if note == "opposed":
-        return inputs.with_tensors(query=inputs.query + 6, key=inputs.key - 6)
-    return inputs.with_tensors(**EDGES[note].make(inputs)) if note in EDGES else inputs
-
-
 def demand_slopes(compare: Comparer, grads: Gradients, value_at: Callable[[Inputs], Tensor], what: str) -> None:
     """Fail unless the slopes of `value_at` along random directions are those that the gradients predict."""
     inputs = compare.inputs
@@ -204,66 +167,32 @@ def _demand_slope(compare: Comparer, slope: Tensor, measured: Tensor, what: str)
     compare.close(slope.reshape(1), measured.reshape(1), limit, versus, advice, what=f"the slope by {what}")
 
 
-def _cases(scope: Scope) -> Iterable[Case]:
-    needs: dict[str, Any] = {"needs": ("backward",)}
-    one = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, **needs}
-    tiles = {**one, "query_length": 70, "key_length": 70}
-    yield from singles(dtype=scope.base, **needs)
-    yield from (c for d in scope.other_dtypes for c in each("", "causal", dtype=d, **needs))
-    yield from scope.cases("causal+gqa", "causal+longer_keys", "mask_of_each+bias_of_each+gqa", **needs)
-    yield from scope.cases("causal", **needs, batch=1, query_length=71, key_length=71)
-    if not (scope.quick and scope.stepwise):
-        yield from scope.cases("", **needs, batch=1, query_length=133, key_length=133)
-    if not scope.stepwise:
-        yield from scope.usable("causal", **needs, note="opposed")
-    yield from scope.usable("window+bias", "softcap+sinks+key_mask_holes", "segments", **tiles)
-    if scope.quick:
-        return
-    yield from scope.usable("causal+bias_per_key+mask_mod", "left_window+scale", "mask+score_mod", **tiles)
-    yield from scope.usable("bottom_right+gqa", **needs, query_length=41, key_length=70)
-    yield from scope.cases("window+key_mask_holes", **needs, query_length=193, key_length=193)
-    for note in ("bias of zeros", "bias per row", "bias per head", "bias of everything"):
-        for more in ({}, tiles):
-            yield from scope.usable(EDGES[note].labels, **{**more, "needs": ("backward", "bias")}, note=note)
-    for note in (
-        *("softcap=150 and large scores", "sinks=200", "scale=0", "score_mod that hides", "window=(70, 5) of many"),
-        *("lengths far apart", "offsets far apart"),
-    ):
-        edge = EDGES[note]
-        yield from scope.cases("", needs=("backward", *edge.needs), note=note, **edge.sizes)
-    # A width that kernels have a path of their own for, with what such a path may leave out.
-    yield from scope.usable("mask+bias+scale", **needs, head_dim=64, key_dim=64, value_dim=64)
-    if (
-        scope.family != "feature_map"
-    ):  # with few keys its sums may be near 0, and the quotient's gradient is all cancellation
-        yield from (replace(one, needs=(*one.needs, "backward")) for one in together(scope, 12))
-
-
+ROUGH = ("contents", "layout", "dtype")
+"""Axes that say nothing of derivatives, or have none."""
 _TINY: dict[str, Any] = {"dtype": "float64", "needs": ("backward",), "batch": 1, "query_length": 4, "key_length": 4}
 
 
 def _precise(scope: Scope) -> Iterable[Case]:
-    labels = ("causal", "mask", "bias", "softcap", "score_mod", "sinks", "scale", "key_mask_holes", "gqa", "value_dim")
-    return each("", *labels, **_TINY)
+    """In float64, of four queries and keys: differences cost a call for each direction, and hold for smooth arguments only."""
+    return scope.requests("backward", without=(*ROUGH, "batch"), change=_tiny, full=40, quick=10, seed=13000)
+
+
+def _tiny(row: Row) -> Row | None:
+    queries, keys = row["lengths"]
+    heads, kv_heads = row["heads"]
+    if heads > 4:
+        heads, kv_heads = (2, 1) if kv_heads < heads else (2, 2)
+    sizes = {"lengths": (4, 4 if queries == keys else 5), "heads": (heads, kv_heads), "batch": 1}
+    return precise({**row, **sizes, "dtype": "float64"})
 
 
 def _double(scope: Scope) -> Iterable[Case]:
     yield from each("", "causal", **_TINY)
-    for labels in ("softcap", "bias+sinks", "gqa"):
-        yield from scope.usable(labels, **_TINY, note=labels.replace("+", " "))
+    yield from scope.requests("backward", without=(*ROUGH, "batch"), change=_tiny, full=25, quick=6, seed=14000)
 
 
 def _strided(scope: Scope) -> Iterable[Case]:
-    return scope.cases("", "causal", "mask", "gqa", needs=("backward",))
-
-
-def _long(scope: Scope) -> Iterable[Case]:
-    length = 200 if scope.stepwise else 1500
-    sizes: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "needs": ("backward",)}
-    sizes |= {"query_length": length, "key_length": length, "dtype": scope.precise}
-    yield from scope.usable("causal+bias+sinks", **sizes)
-    yield banded(scope, sizes)
-    yield from scope.usable("left_window+softcap", **{**sizes, "needs": ("backward", "key_mask")}, note="late keys")
+    return scope.requests("backward", without=("contents",), change=small, full=16, quick=4, seed=15000)
 
 
 def _alike(scope: Scope) -> Iterable[Case]:
@@ -271,20 +200,15 @@ def _alike(scope: Scope) -> Iterable[Case]:
 
 
 def _alone(scope: Scope) -> Iterable[Case]:
-    needs = ("backward",)
-    yield from scope.usable("causal+bias", needs=needs)
-    if not scope.quick:
-        yield from scope.usable("", "mask+sinks+softcap+gqa", needs=needs)
-        yield from scope.usable("causal+key_mask_left", needs=needs, query_length=70, key_length=70)
+    return scope.requests("backward", without=("contents", "layout"), change=precise, full=16, quick=4, seed=16000)
 
 
-_SECOND: dict[str, Any] = {"claims": ("double_backward",), "random_too": True}
+_SMOOTH: dict[str, Any] = {"unless": ("surrogate_gradient",), "random_too": True}
+_SECOND: dict[str, Any] = {"claims": ("double_backward",), **_SMOOTH}
 CHECKS = (
-    Check(check_gradients_match_definition, "gradients", _cases),
-    Check(check_gradients_match_finite_differences, "gradients", _precise, random_too=True),
+    Check(check_gradients_match_finite_differences, "gradients", _precise, **_SMOOTH),
     Check(check_second_derivatives_match_finite_differences, "gradients", _double, **_SECOND),
     Check(check_gradients_honour_the_strides_of_grad_output, "gradients", _strided, random_too=True),
-    Check(check_long_gradients_match_definition, "gradients", _long, slow=True),
     Check(check_query_key_and_value_may_be_one_tensor, "gradients", _alike, random_too=True),
     Check(check_gradients_do_not_depend_on_requires_grad_of_others, "gradients", _alone, random_too=True),
 )

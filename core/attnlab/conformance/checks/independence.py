@@ -15,7 +15,9 @@ from attnlab.conformance.compare.comparer import Comparer, drawn
 from attnlab.conformance.oracle.cases import Case, case
 from attnlab.conformance.oracle.derivatives import direction_for, gradients, recorded
 from attnlab.conformance.oracle.inputs import MAIN, Inputs, draw, map_tensors
-from attnlab.conformance.running.check import Check, NotApplicable, Scope
+from attnlab.conformance.oracle.seeds import seeded_draws
+from attnlab.conformance.oracle.space import Row
+from attnlab.conformance.running.check import Check, NotApplicable, Scope, small
 from attnlab.conformance.running.subject import like
 from attnlab.errors import UnsupportedRequest
 
@@ -51,10 +53,7 @@ def check_heads_are_independent(variant: Any, case: Case) -> None:
     other = draw(replace(case, seed=case.seed + 9), variant)
     group = case.num_heads // case.num_kv_heads
     before = inputs.out(variant)
-    advice = (
-        "Query head h reads key/value head h // (Hq // Hkv) and nothing else. Where heads mix by design, declare "
-        "known_failures = {'heads_are_independent': KnownFailure(reason)}"
-    )
+    advice = "Query head h reads key/value head h // (Hq // Hkv) and nothing else. Where heads mix by design, declare heads_independent=False"
     for h in range(case.num_heads):
         keep = torch.arange(case.num_heads, device=case.device).view(1, -1, 1, 1) == h
         keep_kv = torch.arange(case.num_kv_heads, device=case.device).view(1, -1, 1, 1) == h // group
@@ -158,6 +157,20 @@ def check_train_and_eval_modes_agree(variant: Any, case: Case) -> None:
         compare.same_gradients(slopes[True], slopes[False], "that in eval mode (this is train)", advice)
 
 
+def check_random_calls_draw_anew(variant: Any, case: Case) -> None:
+    """What claims `random` gives another output at each call, and the same for the same seed."""
+    inputs, compare = drawn(case, variant)
+
+    def two() -> list[Tensor]:
+        with torch.no_grad(), seeded_draws(case.seed, case.device):
+            return [variant(*inputs.main, **inputs.arguments).out for _ in range(2)]
+
+    (first, second), (again, _) = two(), two()
+    advice = "Draw from torch's default generator in each call, or do not claim `random`"
+    compare.demand(not torch.equal(first, second), "two calls in a row give one output", advice)
+    compare.demand(torch.equal(first, again), "the same seed gives two outputs", advice)
+
+
 def check_determinism(variant: Any, case: Case) -> None:
     """Where claimed: the same inputs give the same bits, forward and backward."""
     inputs, compare = drawn(case, variant)
@@ -253,29 +266,37 @@ def _mixed(inputs: Inputs, other: Inputs, b: int) -> Inputs:
 
 
 def _batches(scope: Scope) -> Iterable[Case]:
-    labels = ("causal", "batch_offset", "key_mask_left", "key_lengths", "segments", "mask_per_item", "mask_of_each")
-    more = ("mask_mod", "bias_per_key", "bias_of_each", "score_mod", "gqa")
-    yield from scope.cases("", *labels, *more, batch=3)
-    yield from scope.cases("query_lengths+key_lengths", "key_mask_left", batch=5)
+    without = ("contents", "layout")
+    yield from scope.requests(without=without, change=_several_items, full=30, quick=8, seed=21000)
+    yield from scope.cases("", "key_mask_left", "query_lengths+key_lengths", batch=3)
+
+
+def _several_items(row: Row) -> Row | None:
+    return small({**row, "batch": max(3, row["batch"] % 5)})
+
+
+def _several_heads(row: Row) -> Row | None:
+    return small(row) if row["heads"][0] > 1 else None
+
+
+def _grouped(row: Row) -> Row | None:
+    heads, kv_heads = row["heads"]
+    return small(row) if heads != kv_heads else None
 
 
 def _heads(scope: Scope) -> Iterable[Case]:
+    without = ("contents", "layout")
+    yield from scope.requests(without=without, change=_several_heads, full=24, quick=6, seed=22000)
     yield from scope.cases("", num_heads=3, num_kv_heads=3)
-    yield from scope.cases("gqa", "causal+gqa")
-    labels = ("mask_per_head", "mask_of_each", "bias", "bias_of_each", "sinks", "mask_mod", "score_mod")
-    yield from scope.cases(*labels, num_heads=3, num_kv_heads=3)
 
 
 def _groups(scope: Scope) -> Iterable[Case]:
-    more = ("causal", "key_mask_left", "value_dim", "mask_per_head", "bias+sinks")
-    yield from scope.cases("gqa", "multi_query", *(f"gqa+{labels}" for labels in more))
-    yield from scope.cases("", num_heads=6, num_kv_heads=2, note="groups of 3")
+    return scope.requests("gqa", without=("contents", "layout"), change=_grouped, full=30, quick=8, seed=23000)
 
 
 def _modes(scope: Scope) -> Iterable[Case]:
-    yield from scope.cases("", "causal", "mask", "key_mask_left", "gqa")
-    yield from scope.usable("window+bias+softcap+sinks")
-    yield from scope.cases("causal", query_length=70, key_length=70)
+    yield from scope.cases("", "causal")
+    yield from scope.requests(without=("contents", "layout"), change=small, full=24, quick=5, seed=24000)
 
 
 def _repeated(scope: Scope) -> Iterable[Case]:
@@ -287,9 +308,10 @@ def _repeated(scope: Scope) -> Iterable[Case]:
 CHECKS = (
     Check(check_batch_items_are_independent, "independence", _batches),
     Check(check_batch_items_are_bitwise_independent, "independence", _batches, claims=("batch_invariant",)),
-    Check(check_heads_are_independent, "independence", _heads, random_too=True),
+    Check(check_heads_are_independent, "independence", _heads, claims=("heads_independent",), random_too=True),
     Check(check_grouped_heads_equal_repeated_heads, "independence", _groups),
     Check(check_train_and_eval_modes_agree, "independence", _modes, random_too=True),
+    Check(check_random_calls_draw_anew, "independence", lambda s: s.cases(""), claims=("random",), random_too=True),
     Check(check_determinism, "independence", _repeated, claims=("deterministic",)),
     Check(check_calls_are_independent, "independence", _modes, random_too=True),
 )

@@ -12,9 +12,9 @@ from torch import Tensor
 from attnlab.conformance.compare.comparer import Comparer, drawn
 from attnlab.conformance.oracle.cases import Case, case, each
 from attnlab.conformance.oracle.derivatives import direction_for, recorded
-from attnlab.conformance.oracle.features import FEATURES
+from attnlab.conformance.oracle.features import LAYOUTS, swapped
 from attnlab.conformance.oracle.inputs import MAIN, Inputs, draw
-from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.running.check import Check, Scope, small
 from attnlab.errors import UnsupportedRequest
 
 
@@ -174,18 +174,6 @@ def check_strides_do_not_matter(variant: Any, case: Case) -> None:
         compare.same(changed.out(variant), contiguous.out(variant), versus, advice)
 
 
-def _swapped(x: Tensor, one: int, other: int) -> Tensor:
-    """The same numbers, with these two axes exchanged in memory."""
-    return x.transpose(one, other).contiguous().transpose(one, other)
-
-
-def _sliced(x: Tensor) -> Tensor:
-    room = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), 7.0)
-    view = room[..., 1::2]  # a last stride of 2, an odd storage offset
-    view.copy_(x)
-    return view
-
-
 def _overlapping(x: Tensor) -> Tensor:
     """Each token's vector begins with the second half of the one before it."""
     batch, heads, length, width = x.shape
@@ -196,11 +184,9 @@ def _overlapping(x: Tensor) -> Tensor:
 
 
 STRIDES = {
-    "transposed": lambda x: _swapped(x, 1, 2),  # [B, L, H, D] in memory
-    "sliced": _sliced,
+    **{name: one.layout for name, one in LAYOUTS.items()},
     "batch-expanded": lambda x: x[:1].expand(x.shape[0], -1, -1, -1),
     "head-expanded": lambda x: x[:, :1].expand(-1, x.shape[1], -1, -1),
-    "width-first": lambda x: _swapped(x, 2, 3),  # [B, H, D, L] in memory
     "overlapping": _overlapping,
 }
 
@@ -212,14 +198,14 @@ def _strided(inputs: Inputs) -> Iterable[tuple[str, Inputs]]:
         for name in MAIN:
             yield f"{kind} {name}", inputs.changed(change, name)
     if inputs.key.shape == inputs.value.shape:
-        key, value = _swapped(torch.cat([inputs.key, inputs.value], -1), 1, 2).chunk(2, -1)
+        key, value = swapped(torch.cat([inputs.key, inputs.value], -1), 1, 2).chunk(2, -1)
         yield "packed key and value", inputs.with_tensors(key=key, value=value)
     for name in ("mask", "bias"):
         x = inputs.arguments.get(name)
         if isinstance(x, Tensor):
             four = x if x.dim() == 4 else x[None, None]
             for kind, changed in (
-                ("transposed", _swapped(x, -1, -2)),
+                ("transposed", swapped(x, -1, -2)),
                 ("row-expanded", four[..., :1, :].expand(-1, -1, four.shape[2], -1)),
                 ("key-expanded", four[..., :1].expand(-1, -1, -1, four.shape[3])),
                 ("batch-expanded", four[:1].expand(inputs.query.shape[0], -1, -1, -1)),
@@ -232,12 +218,12 @@ def _strided(inputs: Inputs) -> Iterable[tuple[str, Inputs]]:
             yield f"expanded {name}", inputs.with_tensors(**{name: x[:1].expand(x.shape)})
     gates = [name for name in inputs.tensors() if name.startswith("gates.")]
     if gates:
-        yield "transposed gates", inputs.changed(lambda x: _swapped(x, 1, 2), *gates)
+        yield "transposed gates", inputs.changed(lambda x: swapped(x, 1, 2), *gates)
 
 
 def _every_argument(scope: Scope) -> Iterable[Case]:
-    yield from scope.cases("", *FEATURES)
-    yield from (case(dtype=d) for d in scope.other_dtypes)
+    yield from scope.requests(without=("contents", "layout"), change=small, full=60, quick=16, seed=17000)
+    yield from (case(dtype=d) for d in scope.dtypes)
 
 
 def _ownership(scope: Scope) -> Iterable[Case]:
@@ -245,28 +231,25 @@ def _ownership(scope: Scope) -> Iterable[Case]:
     yield from scope.cases("")
     yield from scope.cases("", **token, note="one token")
     yield from scope.cases("", **token, batch=1, num_heads=1, num_kv_heads=1, note="one of all")
-    yield from scope.cases("causal+gqa")
+    yield from scope.requests(without=("contents", "layout"), change=small, full=20, quick=4, seed=18000)
 
 
 def _empty(scope: Scope) -> Iterable[Case]:
-    more = ("mask", "key_mask_right", "segments", "sinks", "left_window", "mask_mod", "score_mod")
-    sizes = {
+    sizes: dict[str, dict[str, Any]] = {
         "B=0": {"batch": 0},
         "L=0": {"query_length": 0, "key_length": 0},
         "Lq=0": {"query_length": 0},
         "Lk=0": {"key_length": 0},
     }
-    for label in ("", "causal", "bias", *(() if scope.quick else more)):
-        for note, size in sizes.items():
-            yield from scope.cases(label, **size, note=note)
+    arguments = scope.requests(without=("contents", "layout", "offset"), full=24, quick=4, seed=19000)
+    for one in (*scope.cases("", "causal"), *arguments):
+        yield from (replace(one, note=note, seed=0, **size) for note, size in sizes.items())
     yield from (c for d in scope.dtypes for c in each("gqa", dtype=d, batch=0, note="B=0"))
 
 
 def _stride_cases(scope: Scope) -> Iterable[Case]:
-    yield from scope.cases("", "causal", "mask", "mask_of_each", "bias_of_each", "key_mask_left", "gqa", "value_dim")
-    yield from scope.cases("longer_keys", "sinks")
-    yield from scope.cases("causal", batch=2, query_length=67, key_length=67)
-    yield from (case(dtype=d) for d in scope.other_dtypes)
+    yield from scope.requests(without=("contents", "layout"), change=small, full=20, quick=5, seed=20000)
+    yield from (case(dtype=d) for d in scope.dtypes)
 
 
 CHECKS = (

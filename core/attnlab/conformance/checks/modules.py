@@ -30,8 +30,12 @@ def check_copies_agree(variant: Any, case: Case) -> None:
     if "<locals>" not in type(variant).__qualname__:  # a class in a function cannot be pickled by anyone
         others["pickle"] = pickle.loads(pickle.dumps(variant))
     advice = "Keep tensors in nn.Parameter or register_buffer, and every option in self.options"
+    own = {x.data_ptr(): name for name, x in variant.state_dict().items() if x.numel()}
     for words, other in others.items():
         compare.same(inputs.out(other), expected, f"the original's ({words})", advice)
+        shared = [own[x.data_ptr()] for x in other.state_dict().values() if x.numel() and x.data_ptr() in own]
+        fault = f"{', '.join(shared)} of the original and of {words} are one tensor"
+        compare.demand(not shared, fault, "A copy trains on its own: share no parameter and no buffer")
 
 
 def check_recomputation_gives_the_same_gradients(variant: Any, case: Case) -> None:

@@ -13,7 +13,7 @@ from attnlab.conformance.compare.comparer import drawn
 from attnlab.conformance.oracle.cases import Case, case
 from attnlab.conformance.oracle.derivatives import Gradients, direction_for, recorded, slopes, trained
 from attnlab.conformance.oracle.inputs import Inputs
-from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.running.check import Check, NotApplicable, Scope
 from attnlab.visibility import AttentionMask
 
 ADVICE = "Segments hide every pair of two sequences; positions and both alignments restart in each"
@@ -146,6 +146,8 @@ def _ids_in_words(segments: tuple[Tensor, Tensor]) -> str:
 
 def _segments(case: Case) -> tuple[Tensor, Tensor]:
     """Ids of queries and keys for three rows, square or of other lengths, as the case's sizes say."""
+    if case.key_length != len(SQUARE[0]):  # lengths that the variant requires
+        raise NotApplicable("its pieces have other lengths than it takes")
     keys = torch.tensor(SQUARE, device=case.device)
     queries = keys.clone() if case.query_length == case.key_length else torch.tensor(QUERIES, device=case.device)
     return queries, keys

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks.extremes import long_inputs
 from attnlab.conformance.checks.masks import visible_with_bias
 from attnlab.conformance.compare.comparer import Comparer
 from attnlab.conformance.oracle import visibility
 from attnlab.conformance.oracle.cases import Case, each
 from attnlab.conformance.oracle.derivatives import direction_for, gradients
-from attnlab.conformance.oracle.inputs import Inputs
-from attnlab.conformance.running.check import Check, Scope
+from attnlab.conformance.oracle.inputs import Inputs, draw
+from attnlab.conformance.running.check import Check, NotApplicable, Scope, hiding
 
 CONTENTS = (float("nan"), float("inf"), 1e30)
 ADVICE = (
@@ -68,21 +67,16 @@ def _extra_outputs(variant: Any) -> dict[str, bool]:
 
 
 def _with_dead_rows(variant: Any, case: Case) -> tuple[Inputs, Tensor]:
-    inputs = long_inputs(variant, case)
-    if case.note == "no_keys":
-        inputs = inputs.with_tensors(key_lengths=torch.tensor([0, case.key_length], device=case.device)[: case.batch])
-    if case.note == "no_present_keys":
-        present = torch.ones(case.batch, case.key_length, dtype=torch.bool, device=case.device)
-        present[0] = False
-        inputs = inputs.with_tensors(key_mask=present)
+    inputs = draw(case, variant)
     dead = ~visible_with_bias(inputs).any(dim=-1)  # [B, H, Lq]
-    assert bool(dead.any()), f"{case.id}: the case was meant to have dead rows"
+    if not bool(dead.any()):
+        raise NotApplicable("every query sees a key here")
     return inputs, dead
 
 
 def check_padding_does_not_affect_outputs(variant: Any, case: Case) -> None:
     """NaN, Inf and 1e30 in padding change neither out nor, where declared, weights and lse."""
-    inputs = long_inputs(variant, case)
+    inputs = draw(case, variant)
     compare, features = Comparer(variant, inputs), _extra_outputs(variant)
     clean = filled(inputs, 0.0).answer(variant, **features)
     for content in CONTENTS:
@@ -95,7 +89,7 @@ def check_padding_does_not_affect_outputs(variant: Any, case: Case) -> None:
 
 def check_padding_receives_no_gradient(variant: Any, case: Case) -> None:
     """NaN, Inf and 1e30 in padding change no gradient, and their own gradient is exactly 0."""
-    inputs = long_inputs(variant, case)
+    inputs = draw(case, variant)
     compare, direction = Comparer(variant, inputs), direction_for(inputs)
     _, clean = gradients(variant, filled(inputs, 0.0), direction)
     padded_query, padded_key = padded(inputs)
@@ -132,29 +126,26 @@ def filled(inputs: Inputs, content: float) -> Inputs:
 
 
 def _dead(scope: Scope) -> Iterable[Case]:
-    labels = ("mask", "mask_per_item", "mask_per_head", "mask_of_each", "negative_offset", "hiding_bias", "segments")
-    dtypes = [scope.base] if scope.quick else [d for d in scope.dtypes if d != "float16"] or [scope.base]
-    for dtype in [*dtypes, *(d for d in scope.dtypes if d == "float16")]:
-        yield from each(*labels, "query_lengths", dtype=dtype)
-        for note in ("no_keys", "no_present_keys"):
-            yield from each("", "causal", note=note, needs=("key_mask",), dtype=dtype)
-        yield from each("bottom_right+longer_queries", "window+negative_offset", "mask+sinks", dtype=dtype)
-    # Whole tiles that are hidden, before others that are not and after them.
-    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": 140, "key_length": 140}
-    yield from scope.cases("causal", needs=("key_mask",), note="late keys", **sizes)
-    needs = ("window", "causal", "key_mask")
-    yield from scope.usable("window+negative_offset", needs=needs, note="late keys", **sizes)
+    """Requests that hide, and the masks in each dtype of which some hide whole rows, items and heads."""
+    axes = ("keys", "mask", "segments", "query_lengths", "bias", "offset")
+    yield from scope.requests(without=("contents", "layout"), change=hiding(*axes), full=60, quick=8, seed=9000)
+    labels = (
+        "mask",
+        "mask_per_item",
+        "mask_per_head",
+        "mask_of_each",
+        "hiding_bias",
+        "key_lengths=ends",
+        "key_mask_empty",
+    )
+    for dtype in scope.dtypes:
+        yield from each(*labels, "causal+key_mask_empty", "query_lengths", "negative_offset", dtype=dtype)
 
 
 def _padded(scope: Scope) -> Iterable[Case]:
-    labels = ("key_mask_left", "key_mask_right", "key_mask_holes", "key_lengths", "query_lengths", "segments")
-    yield from scope.cases(*labels, "causal+key_mask_left", "causal+key_mask_holes+gqa", "key_mask_left+longer_keys")
-    yield from scope.usable("segments+gqa", needs=("segments",))
-    length = 70 if scope.stepwise else 140
-    sizes = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "query_length": length, "key_length": length}
-    long = ("causal",) if scope.quick else ("", "causal")
-    yield from scope.cases(*long, needs=("key_mask",), note="late keys", **sizes)
-    for dtype in (d for d in scope.other_dtypes if not (scope.quick and d == "float64")):
+    change, without = hiding("keys", "segments", "query_lengths"), ("contents", "layout")
+    yield from scope.requests(without=without, change=change, full=50, quick=10, seed=10000)
+    for dtype in scope.other_dtypes:
         yield from each("key_mask_holes", "causal+key_mask_left", dtype=dtype)
 
 

@@ -2,86 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlab.conformance.checks._stepping import (
-    ADVICE,
-    NEEDS,
-    ends_of,
-    feed,
-    feedings,
-    is_defined,
-    step,
-    steps,
-    truth,
-    up_to,
-    visible_by_chunks,
-)
+from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, step, steps
+from attnlab.conformance.checks.decoding import causal_requests
 from attnlab.conformance.compare.comparer import Comparer, drawn, short
-from attnlab.conformance.compare.tolerances import Bound, largest, rounding_bound
-from attnlab.conformance.oracle.bounds import exact_gradients_and_bounds
-from attnlab.conformance.oracle.cases import Case, case
-from attnlab.conformance.oracle.derivatives import Gradients, direction_for, gradients, recorded, slopes, trained
-from attnlab.conformance.oracle.features import FEATURES, compatible
-from attnlab.conformance.oracle.inputs import Inputs, gradient_terms
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.derivatives import Gradients, direction_for, recorded, slopes
+from attnlab.conformance.oracle.inputs import Inputs
 from attnlab.conformance.running.check import Check, Scope
 from attnlab.errors import UnsupportedRequest
-
-EVERY_WAY = (("causal",), ("causal", "key_mask_left"), ("causal", "segments"))
-"""Cases that are fed in every way that there is."""
-
-
-def check_chunked_decoding_equals_full_attention(variant: Any, case: Case) -> None:
-    """Fed one by one, in chunks, at once or with empty chunks between, the outputs equal the definition's of the whole."""
-    inputs, compare = drawn(case, variant)
-    known: list[tuple[Tensor, tuple[Tensor, Bound, str]]] = []
-    for words, sizes, capacity in feedings(case.query_length, case.features in EVERY_WAY):
-        visible = visible_by_chunks(inputs, sizes)
-        answer = next((a for other, a in known if torch.equal(other, visible)), None)
-        if answer is None:
-            answer = truth(variant, inputs, visible)
-            known.append((visible, answer))
-        exact, limit, name = answer
-        with torch.no_grad():
-            got, _ = feed(variant, inputs, sizes, capacity)
-        compare.close(got, exact, limit, f"{name} (fed {words}, capacity {capacity})", ADVICE)
-
-
-def check_long_sequences_may_be_split_anywhere(variant: Any, case: Case) -> None:
-    """Splits beside and on the sizes of usual blocks (64, 128, 512), and one by one past every growth of a store."""
-    inputs, compare = drawn(case, variant)
-    n = case.query_length
-    borders = {r for b in (0, 64, 512, n // 2, n) for r in range(b - 3, b + 4) if 0 <= r < n}
-    rows = list(range(n)) if n <= 150 else sorted(borders)
-    known: dict[tuple[int, ...], tuple[Tensor, Bound, str]] = {}
-    for sizes in _long_splits(n, case.features == ("causal",)):
-        every = [n] * n if inputs.arguments.get("causal") else ends_of(sizes)
-        ends = tuple(every[r] for r in rows)
-        if ends not in known:
-            visible = up_to(inputs.visible(rows), torch.tensor(ends, device=inputs.query.device))
-            known[ends] = truth(variant, inputs, visible, rows=rows)
-        exact, limit, name = known[ends]
-        with torch.no_grad():
-            got = feed(variant, inputs, sizes)[0][:, :, rows]
-        versus = f"{name} (rows {rows[0]} to {rows[-1]}, fed as {_listed(sizes)})"
-        advice = "The last block of a chunk is rarely full: what a state holds must not depend on where blocks end"
-        compare.close(got, exact, limit, versus, advice, rows=rows)
-
-
-def check_state_gradients_match_definition(variant: Any, case: Case) -> None:
-    """Gradients through a chunked run equal the definition's gradients of the whole."""
-    inputs, compare = drawn(case, variant)
-    exact = _true_gradients(variant, inputs)
-    n = case.query_length
-    for sizes, capacity in (([2, 1, 0, n - 3], None), ([1] * n, n))[: 2 if case.features in EVERY_WAY else 1]:
-        got = _slopes(variant, inputs, lambda x: feed(variant, x, sizes, capacity)[0], trained(variant))  # noqa: B023
-        versus = f"the gradient of the whole (fed as {_listed(sizes)}, capacity {capacity})"
-        advice = "While autograd records, append by concatenation: nothing detached, nothing written over"
-        compare.close_gradients(got, exact, advice, versus)
 
 
 def _slopes(variant: Any, inputs: Inputs, run: Any, more: dict[str, Tensor]) -> Gradients:
@@ -94,39 +28,6 @@ def _slopes(variant: Any, inputs: Inputs, run: Any, more: dict[str, Tensor]) -> 
 def chunked_gradients(variant: Any, inputs: Inputs, sizes: Sequence[int]) -> Gradients:
     """Gradients by input of a run in chunks of these sizes."""
     return _slopes(variant, inputs, lambda x: feed(variant, x, sizes)[0], {})
-
-
-def _true_gradients(variant: Any, inputs: Inputs) -> dict[str, tuple[Tensor, Bound]]:
-    """Gradients by input and parameter: the definition's, or the variant's own without a state, and their bounds."""
-    case, direction = inputs.case, direction_for(inputs)
-    if is_defined(variant, inputs):
-        return exact_gradients_and_bounds(variant, inputs, direction)
-    size = largest(direction) * largest(inputs.value)
-
-    def limit(name: str, gradient: Tensor) -> Bound:
-        terms = gradient_terms(case, gradient)
-        return rounding_bound(case.dtype, terms=terms, magnitude=max(size, largest(gradient)))
-
-    return {n: (g, limit(n, g)) for n, g in gradients(variant, inputs, direction)[1].items()}
-
-
-def _long_splits(n: int, stepwise: bool) -> Iterator[list[int]]:
-    """Chunks that end before, on and after the ends of blocks of 64, 128 and 512, and blocks filled by several chunks."""
-    if n > 512:
-        yield [511, 1, 1, n - 513]
-        yield [513, n - 513]
-        return
-    if stepwise:
-        yield [1] * n
-        yield [n - 1, 1]
-    yield [63, 1, 1, n - 65]
-    yield [65, n - 65]
-    yield [64] * (n // 64) + [n % 64]
-    yield [128, n - 128]
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return f"{len(sizes)} tokens one by one" if set(sizes) == {1} else "+".join(map(str, sizes))
 
 
 PROMPT = 3
@@ -196,88 +97,15 @@ def _step_gradients(variant: Any, inputs: Inputs, past_in_graph: bool, capacity:
     return {name: g[:, :, PROMPT:] if g.dim() > 2 else g for name, g in grads.items()}
 
 
-ODD: tuple[dict[str, Any], ...] = (
-    {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "key_dim": 1, "value_dim": 1},
-    {"batch": 3, "num_heads": 5, "num_kv_heads": 5, "head_dim": 3, "key_dim": 3, "value_dim": 3},
-)
-TOGETHER = (
-    "left_window+key_mask_holes+gqa",
-    "key_mask_left+score_mod",
-    "left_window+mask_mod",
-    "segments+left_window+gqa",
-    "segments+score_mod",
-    "segments+mask_mod",
-    "key_mask_left+mask+bias",
-    "left_window+sinks",
-    "softcap+gqa+value_dim",
-    "key_mask_left+gqa+value_dim",
-    "key_mask_holes+query_lengths",
-)
-UNORDERED = ("window", "key_mask_holes", "segments", "mask_of_each", "mask_mod", "bias", "score_mod", "gqa")
-"""Features that are fed without causal too: there a query sees its whole chunk."""
-QUICK = (
-    *("key_mask_left", "key_mask_holes", "segments", "left_window", "value_dim", "query_dim", "bias_of_each"),
-    *("mask_of_each", "mask_mod", "score_mod", "sinks", "softcap", "scale"),
-)
-
-
 def causal_cases(scope: Scope, *combinations: str, needs: tuple[str, ...] = NEEDS, **sizes: Any) -> list[Case]:
     """Causal cases with these features beside; "" is causal alone."""
     return scope.cases(*(f"causal+{x}" for x in combinations), needs=needs, **sizes)
 
 
-def _whole(scope: Scope) -> Iterable[Case]:
-    """Every feature that leaves lengths alone; offsets have a check of their own."""
-    labels = [
-        label
-        for label, f in FEATURES.items()
-        if "offset" not in f.sets and not {"query_length", "key_length"} & set(f.sizes) and compatible("causal", label)
-    ]
-    yield from causal_cases(scope, "", *(QUICK if scope.quick else labels))
-    for dtype in scope.dtypes:
-        yield from causal_cases(
-            scope, *(("key_mask_left+gqa",) if scope.quick else ("key_mask_left+gqa", "")), dtype=dtype
-        )
-    yield from scope.cases("key_mask_left", needs=("state",))
-    if scope.quick:
-        return
-    yield from causal_cases(scope, *TOGETHER)
-    for sizes in ODD:
-        yield from causal_cases(scope, "", note="odd", **sizes)
-    yield from scope.cases("", *UNORDERED, needs=("state",))
-
-
-def _long(scope: Scope) -> Iterable[Case]:
-    one: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1}
-    sizes: dict[str, Any] = {**one, "query_length": 140, "key_length": 140}
-    yield from causal_cases(scope, "", **sizes)
-    if not scope.quick:
-        yield from causal_cases(scope, "key_mask_holes", "left_window", **sizes)
-        yield from causal_cases(scope, "+".join(scope.declared("bias", "sinks", "mask_mod")), **sizes)
-        yield from scope.cases("", needs=("state",), **sizes)
-        yield from causal_cases(scope, "", **one, query_length=530, key_length=530)
-
-
-def _gradient(scope: Scope) -> Iterable[Case]:
-    few = ("", "gqa", "key_mask_left", "bias")
-    many = (
-        *("key_mask_holes", "value_dim", "query_dim", "scale", "left_window", "segments", "mask_of_each", "mask_mod"),
-        *("score_mod", "softcap", "sinks", "hiding_bias"),
-    )
-    needs = (*NEEDS, "backward")
-    yield from causal_cases(scope, *(few if scope.quick else (*few, *many)), needs=needs)
-    if not scope.quick:
-        yield from (case("causal", needs=needs, dtype=d) for d in scope.other_dtypes)
-
-
 def _recorded(scope: Scope) -> Iterable[Case]:
     labels = ("", "key_mask_left") if scope.quick else ("", "key_mask_left", "segments", "gqa")
-    return causal_cases(scope, *labels, needs=(*NEEDS, "backward"))
+    yield from causal_cases(scope, *labels, needs=(*NEEDS, "backward"))
+    yield from causal_requests(scope, "backward", full=10, quick=0, seed=25000)
 
 
-CHECKS = (
-    Check(check_chunked_decoding_equals_full_attention, "state", _whole),
-    Check(check_long_sequences_may_be_split_anywhere, "state", _long),
-    Check(check_state_gradients_match_definition, "state", _gradient),
-    Check(check_steps_with_and_without_autograd_mix, "state", _recorded),
-)
+CHECKS = (Check(check_steps_with_and_without_autograd_mix, "state", _recorded),)

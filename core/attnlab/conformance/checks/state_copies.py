@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, fresh, step
+from attnlab.conformance.checks.decoding import causal_requests
 from attnlab.conformance.checks.state import causal_cases
 from attnlab.conformance.compare.comparer import drawn
 from attnlab.conformance.oracle.cases import Case
@@ -101,11 +102,11 @@ def check_states_reorder(variant: Any, case: Case) -> None:
         index = torch.tensor(rows, device=case.device, dtype=dtype)
         with torch.no_grad():
             _, state = feed(variant, inputs, [CUT], capacity)
-            first = step(variant, _by_rows(inputs, rows), CUT, CUT + 1, state.reorder(index))
+            first = step(variant, inputs.take(b=rows), CUT, CUT + 1, state.reorder(index))
             if not state.spent:  # it stayed usable, and then must be as it was
                 own = step(variant, inputs, CUT, n, state).out
                 compare.same(own, expected, f"the run without a reorder({rows}) of its state", ADVICE)
-            rest = step(variant, _by_rows(inputs, rows), CUT + 1, n, first.state)
+            rest = step(variant, inputs.take(b=rows), CUT + 1, n, first.state)
         compare.same(
             torch.cat([first.out, rest.out], dim=2),
             expected[rows],
@@ -241,15 +242,6 @@ def _others(variant: Any, inputs: Inputs) -> Inputs:
     return _remasked(inputs.rebuilt(other.tensors()), lambda x: ~x, lambda ids: ids.flip(1))
 
 
-def _by_rows(inputs: Inputs, rows: list[int]) -> Inputs:
-    """The call whose row b is row `rows[b]`."""
-    named = {
-        n: x[rows] if n in ("query", "key", "value") or n.startswith("gates.") else x
-        for n, x in inputs.tensors().items()
-    }
-    return _remasked(inputs.rebuilt(named), lambda x: x[rows], lambda ids: ids[rows])
-
-
 def _remasked(inputs: Inputs, key_mask: Callable[[Tensor], Tensor], segments: Callable[[Tensor], Tensor]) -> Inputs:
     """The call with these changes of its key_mask and of its segment ids."""
     changes = {"key_mask": key_mask, "segments": segments}
@@ -258,7 +250,8 @@ def _remasked(inputs: Inputs, key_mask: Callable[[Tensor], Tensor], segments: Ca
 
 
 def _simple(scope: Scope) -> list[Case]:
-    return causal_cases(scope, "", "key_mask_left", *(() if scope.quick else ("segments", "gqa")))
+    requests = causal_requests(scope, full=12, quick=3, seed=38012)
+    return [*causal_cases(scope, "", "key_mask_left"), *requests]
 
 
 def _one(scope: Scope) -> Iterable[Case]:
@@ -270,7 +263,8 @@ def _three_rows(scope: Scope) -> Iterable[Case]:
 
 
 def _recorded(scope: Scope) -> Iterable[Case]:
-    return causal_cases(scope, "", "key_mask_left", needs=(*NEEDS, "backward"))
+    yield from causal_cases(scope, "", "key_mask_left", needs=(*NEEDS, "backward"))
+    yield from causal_requests(scope, "backward", full=10, quick=2, seed=27000)
 
 
 CHECKS = (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab.conformance.checks._stepping import NEEDS, call, comparable, feed, fresh, step, truth, visible_by_chunks
+from attnlab.conformance.checks.decoding import causal_requests
 from attnlab.conformance.checks.independence import item
 from attnlab.conformance.checks.state import causal_cases
 from attnlab.conformance.compare.comparer import drawn, short
@@ -220,8 +221,9 @@ class _Foreign(State):
     """A state that no variant's init_state makes."""
 
 
-def _simple(scope: Scope) -> Iterable[Case]:
-    return causal_cases(scope, "", "key_mask_left")
+def _simple(scope: Scope) -> list[Case]:
+    requests = causal_requests(scope, full=8, quick=2, seed=36008)
+    return [*causal_cases(scope, "", "key_mask_left"), *requests]
 
 
 def _sizes(scope: Scope) -> Iterable[Case]:

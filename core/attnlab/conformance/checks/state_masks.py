@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, fresh, step, steps, truth, visible_by_chunks
-from attnlab.conformance.checks.independence import item
+from attnlab.conformance.checks._stepping import ADVICE, NEEDS, feed, fresh, step, truth
+from attnlab.conformance.checks.decoding import causal_requests
 from attnlab.conformance.checks.padding import CONTENTS, filled
 from attnlab.conformance.checks.state import causal_cases, chunked_gradients
 from attnlab.conformance.compare.comparer import drawn
-from attnlab.conformance.oracle.cases import Case, case
+from attnlab.conformance.oracle.cases import Case
+from attnlab.conformance.oracle.features import feature
 from attnlab.conformance.running.check import Check, Scope
 
 FIRST_OR_SECOND = ((True, False, False), (False, True, False))
@@ -58,23 +60,6 @@ def check_arguments_apply_to_their_step_alone(variant: Any, case: Case) -> None:
             compare.close(answer.out, exact[:, :, start:stop], limit, versus, advice)
 
 
-def check_steps_return_weights_and_lse(variant: Any, case: Case) -> None:
-    """With a state weights are [B, Hq, Lq, past + new] and lse is over past and new, as in the whole."""
-    inputs, compare = drawn(case, variant)
-    sizes = [2, 0, 1, case.query_length - 3]
-    visible = visible_by_chunks(inputs, sizes)
-    for what in (what for what in ("weights", "lse") if what in case.needs):
-        exact, limit, name = truth(variant, inputs, visible, what)
-        with torch.no_grad():
-            fed = list(steps(variant, inputs, sizes, fresh(variant, inputs), **{f"need_{what}": True}))
-        for start, stop, answer in fed:
-            expected = exact[:, :, start:stop]
-            expected = expected[..., :stop] if what == "weights" else expected
-            versus = f"{name} (a step of tokens {start} to {stop - 1} after {start} past ones)"
-            advice = "Weights have a column, and lse a term, for every past and new key"
-            compare.close(getattr(answer, what), expected, limit, versus, advice, what=what)
-
-
 def check_batch_items_decode_independently(variant: Any, case: Case) -> None:
     """Sequences of different lengths, padded and decoded together, give what each gives alone."""
     inputs, compare = drawn(case, variant)
@@ -83,7 +68,7 @@ def check_batch_items_decode_independently(variant: Any, case: Case) -> None:
     with torch.no_grad():
         together, _ = feed(variant, inputs, sizes, case.query_length)
         for b in range(case.batch):
-            alone, _ = feed(variant, item(inputs, b), sizes, case.query_length)
+            alone, _ = feed(variant, inputs.take(b=[b]), sizes, case.query_length)
             compare.same(together[b : b + 1], alone, f"item {b} decoded alone", advice)
 
 
@@ -113,32 +98,26 @@ def _passing(scope: Scope) -> Iterable[Case]:
     return causal_cases(scope, *(labels[:1] if scope.quick else labels))
 
 
-def _with_weights(scope: Scope) -> Iterable[Case]:
-    more = ("gqa", "sinks", "left_window", "mask", "mask_of_each", "hiding_bias", "score_mod", "softcap", "segments")
-    for what in ("weights", "lse"):
-        labels = ("", "key_mask_left", *(() if scope.quick else more))
-        yield from causal_cases(scope, *labels, needs=(*NEEDS, what), note=what)
-        for dtype in () if scope.quick else scope.other_dtypes:
-            yield case("causal", needs=(*NEEDS, what), dtype=dtype, note=what)
-
-
 def _items(scope: Scope) -> Iterable[Case]:
-    labels: tuple[str, ...] = ("key_mask_left", "key_mask_right", "key_mask_holes", "key_lengths", "segments")
-    labels += ("mask_of_each", "bias_of_each", "mask_mod", "score_mod")
-    return causal_cases(scope, *(labels[:2] if scope.quick else labels), "", batch=3)
+    yield from causal_cases(scope, "", "key_mask_left", batch=3)
+    yield from (replace(one, batch=3) for one in causal_requests(scope, full=30, quick=8, seed=29000))
 
 
 def _padded(scope: Scope) -> Iterable[Case]:
-    few = ("key_mask_left", "key_mask_holes", "segments")
-    yield from causal_cases(scope, *few, *(() if scope.quick else ("key_mask_right", "key_lengths", "query_lengths")))
-    for dtype in scope.dtypes[-1:] if scope.quick else scope.dtypes:
+    yield from causal_cases(scope, "key_mask_left", "key_mask_holes", "segments")
+    for one in causal_requests(scope, full=60, quick=12, seed=28000):
+        if HAS_PADDING & {name for label in one.features for name in feature(label).sets}:
+            yield one
+    for dtype in scope.other_dtypes:
         yield from causal_cases(scope, "key_mask_left", dtype=dtype)
+
+
+HAS_PADDING = frozenset({"key_mask", "key_lengths", "query_lengths", "segments"})
 
 
 CHECKS = (
     Check(check_key_mask_may_be_given_for_some_steps, "state", _come_and_go),
     Check(check_arguments_apply_to_their_step_alone, "state", _passing),
-    Check(check_steps_return_weights_and_lse, "state", _with_weights),
     Check(check_batch_items_decode_independently, "state", _items),
     Check(check_padding_does_not_affect_states, "state", _padded),
 )

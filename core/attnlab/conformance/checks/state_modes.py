@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlab.conformance.checks._stepping import NEEDS, feed, fresh, step, steps
+from attnlab.conformance.checks.decoding import causal_requests
 from attnlab.conformance.checks.state import causal_cases
 from attnlab.conformance.compare.comparer import Comparer, drawn
 from attnlab.conformance.oracle.cases import Case, case
@@ -118,8 +119,9 @@ def _demand_facts(compare: Comparer, state: Any, kind: type, length: int, summed
             )
 
 
-def _simple(scope: Scope) -> Iterable[Case]:
-    return causal_cases(scope, "", "key_mask_left")
+def _simple(scope: Scope) -> list[Case]:
+    requests = causal_requests(scope, full=16, quick=4, seed=37016)
+    return [*causal_cases(scope, "", "key_mask_left"), *requests]
 
 
 def _lengths(scope: Scope) -> Iterable[Case]:
@@ -127,11 +129,9 @@ def _lengths(scope: Scope) -> Iterable[Case]:
     yield from causal_cases(scope, "key_mask_left", "key_mask_holes", "segments", "gqa")
 
 
-def _stores(scope: Scope) -> Iterable[Case]:
-    more = ("gqa", "left_window", "mask", "bias", "segments", "score_mod", "sinks")
-    yield from causal_cases(scope, "", "key_mask_left", *(() if scope.quick else more))
-    if not scope.quick:
-        yield from scope.cases("", "key_mask_left", needs=("state",))
+def _stores(scope: Scope) -> list[Case]:
+    requests = causal_requests(scope, full=20, quick=4, seed=37020)
+    return [*causal_cases(scope, "", "key_mask_left"), *requests]
 
 
 CHECKS = (

@@ -22,7 +22,7 @@ from attnlab.conformance.checks._watching import DispatchMode
 from attnlab.conformance.compare.comparer import Comparer, drawn, short
 from attnlab.conformance.oracle.cases import Case
 from attnlab.conformance.oracle.derivatives import Answer, Gradients, direction_for, recorded, slopes, trained
-from attnlab.conformance.oracle.features import FEATURES
+from attnlab.conformance.oracle.features import feature
 from attnlab.conformance.oracle.inputs import Inputs, draw
 from attnlab.conformance.oracle.seeds import seeded_draws
 from attnlab.conformance.running.check import Check, Scope
@@ -203,7 +203,7 @@ def _gradients(variant: Any, inputs: Inputs, out: Tensor, leaves: dict[str, Tens
 
 def _partner(case: Case, variant: Any) -> Inputs:
     """A longer call of other contents with fewer features: without the case's first one that is no size."""
-    dropped = next((x for x in case.features if not FEATURES[x].sizes), None)
+    dropped = next((x for x in case.features if not feature(x).sizes), None)
     features = tuple(x for x in case.features if x != dropped or "state" in case.needs)
     lengths: dict[str, Any] = {"query_length": case.query_length + 4, "key_length": case.key_length + 4}
     return draw(replace(case, features=features, seed=case.seed + 13, batch=case.batch + 1, **lengths), variant)

@@ -28,14 +28,8 @@ AXES = {
 
 
 def where(variant: Any, case: Case) -> str:
-    """`dot_product (float32 on cpu, causal+gqa, B=2 Hq=4 Hkv=2 Lq=5 Lk=9 Dq=8 Dk=8 Dv=8, seed 0)`."""
-    name = getattr(variant, "name", "") or type(variant).__name__
-    return (
-        f"{name} ({case.dtype} on {case.device}, {'+'.join(case.features) or 'plain'}"
-        f"{', ' + case.note if case.note else ''}, B={case.batch} Hq={case.num_heads} Hkv={case.num_kv_heads} "
-        f"Lq={case.query_length} Lk={case.key_length} Dq={case.head_dim} Dk={case.key_dim} Dv={case.value_dim}, "
-        f"seed {case.seed})"
-    )
+    """`dot_product (batch=2 heads=4/2 lengths=5/9 width=8 causal float32)`."""
+    return f"{getattr(variant, 'name', '') or type(variant).__name__} ({case.id})"
 
 
 def index_of(what: str, flat: int, shape: torch.Size, rows: Sequence[int] | None = None) -> str:
@@ -99,7 +93,7 @@ def demand_close(
     raise AssertionError(
         f"{where(variant, case)}: {what} differs from {versus} at {index_of(what, worst, got.shape, rows)}: "
         f"got {_apart(a, b)}, expected {_apart(b, a)}{sees}, error {float(gap.flatten()[worst]):.3g} > bound {limit.limit:.3g} "
-        f"({limit.origin}); {over} of {gap.numel()} elements are outside. {advice if isinstance(advice, str) else advice()}"
+        f"({limit.origin}); {over} of {gap.numel()} elements are outside. {advice if isinstance(advice, str) else advice()}".strip()
     )
 
 

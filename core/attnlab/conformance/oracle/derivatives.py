@@ -73,17 +73,22 @@ def defined_leaves(variant: Any, inputs: Inputs, dtype: torch.dtype) -> tuple[In
     return inputs.rebuilt(leaves), {**state, **own}, {**leaves, **own}
 
 
-def defined_gradients(
+def defined_answer(
     variant: Any,
     inputs: Inputs,
     grad_out: Tensor,
     dtype: torch.dtype = torch.float64,
     visible: Tensor | None = None,
     rows: Sequence[int] | None = None,
-) -> Gradients:
-    """The same gradients through the definition, everything in `dtype`; of some query rows, where they are stated."""
+) -> Answer:
+    """Out and the same gradients through the definition, everything in `dtype`; of some query rows, where they are stated."""
     require_exact(variant, inputs)
     call, parameters, leaves = defined_leaves(variant, inputs, dtype)
     with torch.enable_grad():
         out = define(variant, call, dtype=dtype, parameters=parameters, visible=visible, rows=rows)["out"]
-        return slopes(out, leaves, (grad_out if rows is None else rows_of(grad_out, rows)).to(dtype))
+        return out.detach(), slopes(out, leaves, (grad_out if rows is None else rows_of(grad_out, rows)).to(dtype))
+
+
+def defined_gradients(variant: Any, inputs: Inputs, grad_out: Tensor, *how: Any) -> Gradients:
+    """The gradients of `defined_answer`."""
+    return defined_answer(variant, inputs, grad_out, *how)[1]

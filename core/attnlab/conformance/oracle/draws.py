@@ -38,6 +38,8 @@ def require_exact(variant: Any, inputs: Inputs) -> None:
     have = variant.capabilities
     if have.exact:
         return
+    if have.approximation is not None:
+        raise NotApplicable(f"it approximates its formula, within {have.approximation} of the largest value")
     if have.notes.get("exact"):
         raise NotApplicable(f"it gives up `exact`: {have.notes['exact']}")
     if is_random(variant, inputs):
@@ -51,7 +53,7 @@ def require_exact(variant: Any, inputs: Inputs) -> None:
 def gives_up_exact_silently(variant: Any) -> bool:
     """Whether it does not claim `exact` and no note says why."""
     have = variant.capabilities
-    return not have.exact and not have.notes.get("exact")
+    return not have.exact and have.approximation is None and not have.notes.get("exact")
 
 
 def _plain(inputs: Inputs, seed: int) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnlab.capabilities import ASKABLE
 from attnlab.conformance.oracle import visibility
 from attnlab.conformance.oracle.cases import Case
-from attnlab.conformance.oracle.features import FEATURES, normal
+from attnlab.conformance.oracle.features import feature, normal
 from attnlab.conformance.oracle.machinery import machinery_of
 from attnlab.conformance.oracle.seeds import draws_freely, seeded_draws
 from attnlab.conformance.running.check import NotApplicable
@@ -34,6 +34,35 @@ MASK_ARGUMENTS = (
     "mask_mod",
 )
 MAIN = ("query", "key", "value")
+AXES: Mapping[str, str] = {
+    "query": "bhq.",
+    "key": "bck.",
+    "value": "bck.",
+    "mask": "bhqk",
+    "bias": "bhqk",
+    "key_mask": "bk",
+    "key_lengths": "b",
+    "query_lengths": "b",
+    "query_segments": "bq",
+    "key_segments": "bk",
+    "sinks": "h",
+    "offset": "b",
+    "out": "bhq.",
+    "weights": "bhqk",
+    "lse": "bhq",
+}
+"""Which axis is that of items (b), query heads (h), key/value heads (c), queries (q) and keys (k), of arguments and outputs. Gates have
+the axes of keys."""
+
+
+def taken(name: str, x: Tensor, index: Mapping[str, Sequence[int] | Tensor]) -> Tensor:
+    """`x`, an argument or output of this name (or a gradient of one), with those indices of the named axes; axes of size 1 are broadcast."""
+    axes = AXES.get(name, "bck." if name.startswith("gates.") else "")
+    axes = axes[-x.dim() :] if name == "mask" else axes[: x.dim()]
+    for axis, letter in enumerate(axes):
+        if letter in index and (x.shape[axis] > 1 or name in (*MAIN, "out", "weights", "lse")):
+            x = x.index_select(axis, torch.as_tensor(index[letter], device=x.device))
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +74,18 @@ class Inputs:
     key: Tensor
     value: Tensor
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    _known: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    @property
+    def main(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
 
     def run(self, variant: Any, **more: Any) -> Any:
         """The variant's `AttentionOutput`; `more` are further arguments. Where it may draw, it draws from one seed."""
         fixed = draws_freely(variant) and not more.get("dropout_p")
         with seeded_draws(self.case.seed, self.case.device) if fixed else nullcontext():
-            return variant(self.query, self.key, self.value, **{**self.arguments, **more})
+            return variant(*self.main, **{**self.arguments, **more})
 
     def out(self, variant: Any, **more: Any) -> Tensor:
         """Out of `run` without gradients."""
@@ -95,8 +130,20 @@ class Inputs:
         )
 
     def visible(self, rows: Sequence[int] | None = None) -> Tensor:
-        """Visibility as bool `[B, Hq, Lq, Lk]` (or of those rows), on the case's device."""
-        return visibility.dense(self.rules(), rows).to(self.query.device)
+        """Visibility as bool `[B, Hq, Lq, Lk]` (or of those rows), on the case's device. It is worked out once."""
+        known = ("visible", None if rows is None else tuple(rows), self.query.shape[:3], self.key.shape[2])
+        if known not in self._known:
+            self._known[known] = visibility.dense(self.rules(), rows).to(self.query.device)
+        visible: Tensor = self._known[known]
+        return visible
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Positions of queries `[B, Lq]` and of keys `[B, Lk]` as a formula reads them. They are worked out once."""
+        known = ("positions", self.query.shape[:3], self.key.shape[2])
+        if known not in self._known:
+            self._known[known] = tuple(p.to(self.query.device) for p in visibility.positions(self.rules()))
+        positions: tuple[Tensor, Tensor] = self._known[known]
+        return positions
 
     def tensors(self) -> dict[str, Tensor]:
         """Every differentiable tensor of the call by name; gates as `gates.beta`."""
@@ -109,17 +156,51 @@ class Inputs:
         """A copy with those tensors, named as `tensors()` names them."""
         plain: dict[str, Any] = {n: t for n, t in tensors.items() if not n.startswith("gates.")}
         gates = {n.removeprefix("gates."): t for n, t in tensors.items() if n.startswith("gates.")}
-        return self.with_tensors(**plain, **({"gates": gates} if gates else {}))
+        made = self.with_tensors(**plain, **({"gates": gates} if gates else {}))
+        object.__setattr__(made, "_known", self._known)  # these tensors decide no visibility
+        return made
 
     def changed(self, change: Any, *names: str) -> Inputs:
         """A copy with `change(x)` for each of its tensors, or for those of these names."""
         tensors = self.tensors()
         return self.rebuilt({n: change(tensors[n]) for n in names or tensors})
 
+    def take(self, **index: Sequence[int] | Tensor) -> Inputs:
+        """The request with those items (`b`), query heads (`h`), key/value heads (`c`), queries (`q`) or keys (`k`).
+
+        Indices of queries and keys are taken as they are: masks and biases go with them, while positions, and what reads them, are those
+        of the new order.
+        """
+
+        def cut(name: str, x: Any) -> Any:
+            if name == "segments":
+                return taken("query_segments", x[0], index), taken("key_segments", x[1], index)
+            if name == "gates":
+                return {gate: taken(f"gates.{gate}", rate, index) for gate, rate in x.items()}
+            if name in ("mask_mod", "score_mod"):
+                return _of_taken(x, name, index.get("b"), index.get("h"))
+            return taken(name, x, index) if isinstance(x, Tensor) else x
+
+        main: dict[str, Any] = {n: taken(n, getattr(self, n), index) for n in MAIN}
+        return replace(self, **main, arguments={n: cut(n, x) for n, x in self.arguments.items()})
+
     def mapped(self, change: Any) -> Inputs:
         """A copy with `change(x)` for every tensor, masks, lengths and ids included."""
         main = {n: change(getattr(self, n)) for n in MAIN}
         return replace(self, **main, arguments={n: map_tensors(x, change) for n, x in self.arguments.items()})
+
+
+def _of_taken(call: Any, name: str, items: Any, heads: Any) -> Any:
+    """A mask_mod or score_mod that is given the items and heads of the whole, where a call has some of them."""
+
+    def whole(numbers: Any, i: Any) -> Any:
+        if numbers is None:
+            return i
+        return torch.as_tensor(numbers, device=i.device)[i] if isinstance(i, Tensor) else int(numbers[i])
+
+    if name == "mask_mod":
+        return lambda b, h, q, k: call(whole(items, b), whole(heads, h), q, k)
+    return lambda score, b, h, q, k: call(score, whole(items, b), whole(heads, h), q, k)
 
 
 def map_tensors(x: Any, change: Any) -> Any:
@@ -145,18 +226,24 @@ def draw(case: Case, variant: Any) -> Inputs:
     if getattr(variant, "family", "") == "recurrent" or getattr(variant, "gates", None):
         key = torch.nn.functional.normalize(key, dim=-1)
     arguments: dict[str, Any] = {}
-    for label in case.features:
-        build = FEATURES[label].build
-        if build is not None:
-            arguments |= build(case, generator)
+    chosen = [feature(label) for label in case.features]
+    for one in chosen:
+        if one.build is not None:
+            arguments |= one.build(case, generator)
     positional = arguments.get("causal") or arguments.get("window") is not None
     if positional and case.query_length != case.key_length:
         arguments.setdefault("offset", "bottom_right")
     gates = draw_gates(variant, case, generator)
     if gates:
         arguments["gates"] = gates
+    for one in chosen:
+        if one.contents is not None:
+            query, key, value = one.contents(case, query, key, value)
     whole = Inputs(case, query, key, value, arguments)
-    return whole.mapped(lambda x: x.to(device, dtype if x.dtype.is_floating_point else None))
+    whole = whole.mapped(lambda x: x.to(device, dtype if x.dtype.is_floating_point else None))
+    for layout in [one.layout for one in chosen if one.layout is not None]:
+        whole = whole.changed(layout, *MAIN)
+    return whole
 
 
 def draw_gates(variant: Any, case: Case, generator: torch.Generator) -> dict[str, Tensor]:
@@ -208,7 +295,7 @@ def require_served(variant: Any, inputs: Inputs) -> None:
     """`UnsupportedRequest` where the variant's own `supports` refuses this call."""
     from attnlab.interface import Attention
 
-    if not isinstance(variant, Attention) or type(variant).supports is Attention.supports:
+    if not isinstance(variant, Attention) or not variant._examines:
         return
     (batch, heads, queries, query_dim), (_, kv_heads, keys, key_dim) = inputs.query.shape, inputs.key.shape
     names = {n for n, x in inputs.arguments.items() if x is not None and x is not False}
@@ -224,6 +311,7 @@ def require_served(variant: Any, inputs: Inputs) -> None:
         value_dim=inputs.value.shape[3],
         dtype=inputs.case.dtype,
         device=inputs.query.device.type,
+        offset=offset if isinstance(offset := inputs.arguments.get("offset"), int) else 0,
     )
     reasons = variant.supports(request)
     if reasons:
@@ -247,8 +335,8 @@ def define(
     """
     require_served(variant, inputs)
     rules = inputs.rules()
-    visible = visibility.dense(rules, rows) if visible is None else visible
-    where = [p.to(inputs.query.device) for p in visibility.positions(rules)]
+    visible = inputs.visible(rows) if visible is None else visible
+    where = list(inputs.positions())
     cast = inputs.changed(lambda x: x.to(dtype))
     query = cast.query
     arguments = {n: cast.arguments.get(n) for n in ("scale", "bias", "softcap", "score_mod", "sinks", "gates")}

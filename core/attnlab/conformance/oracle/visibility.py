@@ -61,7 +61,7 @@ def may(b: int, h: int, i: int, j: int, rules: Rules) -> bool:
     """Whether query `i` of batch `b` and head `h` may see key `j`."""
     if not (query_present(b, i, rules) and key_present(b, j, rules)):
         return False
-    return _may_at(b, h, i, j, query_position(b, i, rules), key_position(b, j, rules), rules)
+    return _may_at(b, h, i, j, query_positions(b, rules)[i], key_positions(b, rules)[j], rules)
 
 
 def _may_at(b: int, h: int, i: int, j: int, q: int, k: int, rules: Rules) -> bool:
@@ -101,19 +101,25 @@ def query_present(b: int, i: int, rules: Rules) -> bool:
     return rules.segments is None or rules.segments[0][b][i] != -1
 
 
-def key_position(b: int, j: int, rules: Rules) -> int:
-    """The position of key `j`: its index, counted from the start of its segment where there are segments."""
-    return j if rules.segments is None else _rank(rules.segments[1][b], j)
+def key_positions(b: int, rules: Rules) -> list[int]:
+    """The position of each key: its index, counted from the start of its segment where there are segments."""
+    return list(range(rules.keys)) if rules.segments is None else _ranks(rules.segments[1][b])
 
 
-def query_position(b: int, i: int, rules: Rules) -> int:
-    """The position of query `i`: its index (within its segment) plus the offset."""
-    own = i if rules.segments is None else _rank(rules.segments[0][b], i)
-    return own + _offset(b, i, rules)
+def query_positions(b: int, rules: Rules) -> list[int]:
+    """The position of each query: its index (within its segment) plus the offset."""
+    own = range(rules.queries) if rules.segments is None else _ranks(rules.segments[0][b])
+    return [x + _offset(b, i, rules) for i, x in enumerate(own)]
 
 
-def _rank(ids: Sequence[int], index: int) -> int:
-    return sum(1 for other in ids[:index] if other == ids[index])
+def _ranks(ids: Sequence[int]) -> list[int]:
+    """For each token how many earlier ones have its id."""
+    counts: dict[int, int] = {}
+    ranks = []
+    for name in ids:
+        ranks.append(counts.get(name, 0))
+        counts[name] = ranks[-1] + 1
+    return ranks
 
 
 def _offset(b: int, i: int, rules: Rules) -> int:
@@ -147,8 +153,9 @@ def dense(rules: Rules, rows: Sequence[int] | None = None) -> Tensor:
     heads = rules.heads if rules.mask_mod or (rules.mask and len(rules.mask[0]) > 1) else 1  # else all see the same
     pairs = []
     for b in range(rules.batch):
-        keys = [(j, key_position(b, j, rules)) if key_present(b, j, rules) else None for j in range(rules.keys)]
-        queries = [(i, query_position(b, i, rules)) if query_present(b, i, rules) else None for i in chosen]
+        places, own = key_positions(b, rules), query_positions(b, rules)
+        keys = [(j, places[j]) if key_present(b, j, rules) else None for j in range(rules.keys)]
+        queries = [(i, own[i]) if query_present(b, i, rules) else None for i in chosen]
         for h in range(heads):
             for query in queries:
                 if query is None:
@@ -204,8 +211,8 @@ def score_mod_of(
 def positions(rules: Rules) -> tuple[Tensor, Tensor]:
     """Query positions `[B, Lq]` and key positions `[B, Lk]` as a formula reads them, int64: counted from the first present key."""
     before_q, before_k = padding(rules)
-    q = [[query_position(b, i, rules) - p for i, p in enumerate(before_q[b])] for b in range(rules.batch)]
-    k = [[key_position(b, j, rules) - p for j, p in enumerate(before_k[b])] for b in range(rules.batch)]
+    q = [[x - p for x, p in zip(query_positions(b, rules), before_q[b], strict=True)] for b in range(rules.batch)]
+    k = [[x - p for x, p in zip(key_positions(b, rules), before_k[b], strict=True)] for b in range(rules.batch)]
     return (
         torch.tensor(q, dtype=torch.int64).reshape(rules.batch, rules.queries),
         torch.tensor(k, dtype=torch.int64).reshape(rules.batch, rules.keys),

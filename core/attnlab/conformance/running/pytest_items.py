@@ -32,7 +32,7 @@ class Item:
 
     @property
     def id(self) -> str:
-        """`my_variant-agrees_with_definition-causal-float32-B2H2L7x7D8`."""
+        """`my_variant-agrees_with_definition-batch=2 heads=2 lengths=7/7 width=8 causal float32`."""
         tail = "known_failure_still_fails" if self.planned is None else self.planned.id or "not_applicable"
         return f"{self.subject.name}-{self.check.name}-{tail}"
 

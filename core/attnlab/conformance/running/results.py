@@ -16,7 +16,8 @@ class CheckResult:
 
     status: passed; failed (the message says what differed); refused (an undeclared askable was refused, as
     it must be); known failure (declared with the variant); not applicable (the message says why); error
-    (the check could not be run: an unexpected exception). seconds: wall time. options: global ones of the command
+    (the check could not be run: an unexpected exception). seconds: wall time. smallest: the smallest request found that fails
+    in the same way, whose message this is; alike: how many failures of the check it explains, this one included. options: global ones of the command
     that repeats it, such as registry files.
     """
 
@@ -28,6 +29,8 @@ class CheckResult:
     message: str = ""
     seconds: float = 0.0
     device: str = "cpu"
+    smallest: str = ""
+    alike: int = 1
     options: str = ""
 
     @property
@@ -38,7 +41,8 @@ class CheckResult:
     @property
     def repeat(self) -> str:
         """The shell command that runs this one case again; without a case, all of the check."""
-        case = f" --case {shlex.quote(self.case)}" if self.case else ""
+        line = self.smallest or self.case
+        case = f" --case {shlex.quote(line)}" if line else ""
         device = "" if self.device == "cpu" else f" --device {self.device}"
         options = f" {self.options}" if self.options else ""
         return f"attnlab{options} check {shlex.quote(self.variant)} --only {self.check}{case}{device}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,12 +14,15 @@ import torch
 from attnlab.capabilities import ASKABLE, KnownFailure
 from attnlab.conformance.compare.messages import where
 from attnlab.conformance.compare.unexpected import unexpected
+from attnlab.conformance.oracle.cases import Case, fitted, meeting
 from attnlab.conformance.running.check import Check, NotApplicable
-from attnlab.conformance.running.plan import Planned, all_checks, cases_of, selected
+from attnlab.conformance.running.plan import RENAMED, Planned, all_checks, cases_of, selected
 from attnlab.conformance.running.results import BAD, CheckResult, Status
+from attnlab.conformance.running.shrinking import explains, shrunk
 from attnlab.conformance.running.subject import Subject, subject_of
 from attnlab.errors import InvalidInput, PluginError, UnsupportedRequest, WrongResult, nearest
 from attnlab.formulas import unverified
+from attnlab.requirements import NOTHING
 
 
 def run_checks(
@@ -55,21 +60,93 @@ def iter_checks(
     for check in checks:
         expected = known.get(check.name)
         statuses: list[Status] = []
+        failed: list[tuple[Planned, CheckResult]] = []
         for planned in cases_of(check, subject, quick=quick, device=device):
-            if case is not None:
-                ids.add(planned.id)
-                if not fnmatchcase(planned.id, case):
-                    continue
-                matched = True
+            ids.add(planned.id)
+            if case is not None and not fnmatchcase(planned.id, case):
+                continue
+            matched = True
             result = execute(subject, planned, expected)
             statuses.append(result.status)
-            yield result
+            if result.ok or planned.case is None:
+                yield result
+            else:
+                failed.append((planned, result))
+        yield from _by_cause(subject, check, failed)
         met = "known failure" in statuses or set(statuses) == {"not applicable"}
         if expected is not None and case is None and not met:
             bad = any(status in BAD for status in statuses)
             yield from still_failing(subject, check, expected, quick=quick, device=device, bad=bad)
+    if not matched and only is not None:
+        for check in checks:
+            for planned in _stated(check, subject, str(case), quick=quick, device=device):
+                matched = True
+                yield execute(subject, planned, known.get(check.name))
     if not matched:
-        raise InvalidInput(f"case: no case of {subject.name} is called {case!r}; {nearest(str(case), ids - {''})}")
+        raise InvalidInput(f"case: no case of {subject.name} is called {case!r}; {_told_ids(str(case), ids - {''})}")
+
+
+def _stated(check: Check, subject: Subject, line: str, *, quick: bool, device: str) -> Iterator[Planned]:
+    """The request of a line that no planned case is, where the check can be asked about it."""
+    with suppress(InvalidInput):
+        case = Case.parse(line)
+        for planned in cases_of(check, subject, quick=quick, device=device):
+            if planned.case is not None and planned.case.note == case.note:
+                fit = _fitting(subject, check, replace(case, needs=planned.case.needs), device)
+                yield from [] if fit is None else [Planned(check, fit, device=device)]
+                return
+
+
+def _fitting(subject: Subject, check: Check, case: Case, device: str) -> Case | None:
+    """The request as the variant can be asked for it by this check, None where it cannot."""
+    have = subject.capabilities
+    able = subject.settings.get(case.options, have)
+    fit = meeting(fitted(case, have.head_dims, device, subject.heads), subject.probe.requires)
+    if fit is None or fit.missing(able) or check.switched_off(able):
+        return None
+    return fit
+
+
+def _by_cause(subject: Subject, check: Check, failed: list[tuple[Planned, CheckResult]]) -> Iterator[CheckResult]:
+    """The failures of one check: each cause is told by its smallest request, the other failures that it explains after it."""
+
+    def run(case: Case) -> CheckResult | None:
+        fit = _fitting(subject, check, case, case.device)
+        return None if fit is None else execute(subject, Planned(check, fit, device=fit.device))
+
+    for _ in range(MOST_CAUSES):
+        if not failed:
+            return
+        planned, result = min(failed, key=lambda one: _size(one[0].case))
+        assert planned.case is not None
+        small, told = planned.case, result
+        if result.seconds < SLOW and check.topic not in NOT_SHRUNK and not planned.case.note:
+            small, told = shrunk(run, planned.case, result)
+        group = [one for _, one in failed if one is result]
+        group += [r for p, r in failed if r is not result and r.status == result.status and explains(small, p.case)]
+        failed = [one for one in failed if one[1] not in group]
+        for one in (replace(result, message=told.message), *group[1:]):
+            yield replace(one, smallest=small.id, alike=len(group))
+    yield from (result for _, result in failed)
+
+
+NOT_SHRUNK = frozenset({"refusals", "registry", "golden", "dtypes", "graphs", "memory"})
+"""Topics whose cases are made for one fault each: a smaller one would ask for something else."""
+MOST_CAUSES, SLOW = 2, 0.5
+"""Causes of one check that are shrunk, and seconds of a request that is too slow for it."""
+
+
+def _size(case: Case | None) -> tuple[int, int]:
+    assert case is not None
+    return len(case.features) + bool(case.options), case.batch * case.num_heads * case.query_length * case.key_length
+
+
+def _told_ids(case: str, ids: set[str]) -> str:
+    """The nearest ids, and how they are written."""
+    told = nearest(case, ids)
+    if len(told) < 400:
+        return told
+    return f"{told.partition('known: ')[0]}a case is a request in one line, such as {min(ids, key=len)!r}"
 
 
 def why_unverified(variant: Any) -> str:
@@ -84,7 +161,8 @@ def check_names() -> list[str]:
 
 def known_failures_of(subject: Subject) -> dict[str, KnownFailure]:
     """The variant's declared failures by check; `PluginError` for a name that is no check."""
-    declared = dict(getattr(subject.probe, "known_failures", {}))
+    named: Mapping[str, KnownFailure] = getattr(subject.probe, "known_failures", {})
+    declared = {RENAMED.get(name, name): failure for name, failure in named.items()}
     for name, failure in declared.items():
         if name not in check_names():
             raise PluginError(
@@ -196,6 +274,12 @@ def _of_refusal(subject: Subject, planned: Planned, refusal: UnsupportedRequest)
             f"{where(subject.probe, planned.case)}: attend() refused what Attention.forward had let pass: {refusal}. "
             "Let supports() name it, or `conflicts`: then it is refused before any tensor work, and tools that choose know"
         )
+    if {reason.feature for reason in refusal.reasons} <= {
+        "length",
+        "causal",
+        "window",
+    } and subject.probe.requires != NOTHING:
+        return "not applicable", f"this check makes a call that it does not take: {refusal}"
     if len(askables) > 1 or planned.check.asks_more:
         return "not applicable", f"it refuses this combination: {refusal}"
     named = {reason.feature for reason in refusal.reasons}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -15,7 +17,7 @@ from attnlab.conformance.oracle.cases import GEOMETRY, Case, Heads, fitted
 from attnlab.conformance.oracle.draws import is_random
 from attnlab.conformance.oracle.inputs import draw
 from attnlab.conformance.oracle.seeds import draws_freely, seeded_draws
-from attnlab.errors import InvalidInput, UnsupportedRequest, WrongResult
+from attnlab.errors import AttnlabError, InvalidInput, UnsupportedRequest, WrongResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class Subject:
     `probe` is an instance at the base sizes: its capabilities, which it may have narrowed, decide which cases
     run. `registered` says whether the name stands in the default registry. `heads` are the only numbers of heads
     that it can be made with, where it refuses others. `random` says that seeds change what it returns, which it is
-    free to do as long as it does not claim `deterministic`.
+    free to do as long as it does not claim `deterministic`. `settings` are options off their defaults that requests are crossed
+    with, as JSON, and the capabilities that they leave; the defaults are "". `widest` is the largest width at which its states are small.
     """
 
     name: str
@@ -34,6 +37,8 @@ class Subject:
     registered: bool
     heads: Heads = (None, None)
     random: bool = False
+    settings: Mapping[str, Capabilities] = field(default_factory=dict)
+    widest: int = 256
 
     @property
     def capabilities(self) -> Capabilities:
@@ -71,15 +76,16 @@ def subject_of(variant: Any, device: str = "cpu") -> Subject:
         registry = attnlab.default_registry()
         name, options = split_options(variant)
 
-        def by_name(**sizes: int) -> Any:
-            return registry.create(name, **sizes, **options)
+        def by_name(**words: Any) -> Any:
+            return registry.create(name, **{**options, **words})
 
-        return Subject(
-            variant, by_name, registered=True, **_probed(by_name, registry.variant_class(name).capabilities, device)
-        )
+        kind = registry.variant_class(name)
+        own = () if options or registry.info(name).extends is not None else settings_of(kind)
+        return Subject(variant, by_name, registered=True, **_probed(by_name, kind.capabilities, device, own))
     if isinstance(variant, type) and issubclass(variant, Attention):
         name = variant.name or variant.__name__
-        return Subject(name, variant, registered=False, **_probed(variant, variant.capabilities, device))
+        probed = _probed(variant, variant.capabilities, device, settings_of(variant))
+        return Subject(name, variant, registered=False, **probed)
     if isinstance(variant, Attention):
         original = variant
 
@@ -108,6 +114,28 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), options
 
 
+def settings_of(kind: type) -> tuple[Mapping[str, Any], ...]:
+    """The options that checks cross with requests: `check_options`, and the other values of what is a bool or a `Literal`."""
+    listed: tuple[Mapping[str, Any], ...] = getattr(kind, "check_options", ())
+    named = {word for one in listed for word in one}
+    others = []
+    try:
+        hints, parameters = get_type_hints(kind.__init__), signature(kind).parameters  # type: ignore[misc]
+    except (NameError, TypeError, ValueError):  # an annotation of anybody's need not resolve
+        return listed
+    for word, parameter in parameters.items():
+        if word not in named and word not in GEOMETRY and parameter.default is not parameter.empty:
+            values = (
+                (False, True)
+                if hints.get(word) is bool
+                else get_args(hints[word])
+                if get_origin(hints.get(word)) is Literal
+                else ()
+            )
+            others += [{word: x} for x in values if x != parameter.default]
+    return (*listed, *others)
+
+
 def with_check_options(name: str) -> list[str]:
     """The name, and the name with each setting of its class's `check_options`: options off their defaults, a tuple of mappings.
 
@@ -126,7 +154,9 @@ HEADS: tuple[Heads, ...] = ((None, None), (None, 1), (1, 1))
 """Numbers of heads that are tried: as cases ask for them, one key/value head, one head."""
 
 
-def _probed(make: Callable[..., Any], ceiling: Capabilities, device: str) -> dict[str, Any]:
+def _probed(
+    make: Callable[..., Any], ceiling: Capabilities, device: str, settings: tuple[Mapping[str, Any], ...] = ()
+) -> dict[str, Any]:
     """An instance at the base sizes, with as few restrictions on its heads as it lets pass, and whether it is random."""
     base = Case(dtype=sorted(ceiling.dtypes, key=_width)[-1] if ceiling.dtypes else "float32")
     refusals = []
@@ -138,8 +168,41 @@ def _probed(make: Callable[..., Any], ceiling: Capabilities, device: str) -> dic
             refusals.append(refusal)
             continue
         _require_result(make, fit)
-        return {"probe": probe, "heads": heads, "random": _random(make, fit)}
+        able = {"": probe.capabilities}
+        for one in settings:
+            options = json.dumps(dict(one), separators=(",", ":"))
+            with suppress(
+                AttnlabError
+            ):  # what cannot be made with these sizes, or at all, is for the constructors' checks
+                able[options] = seeded(make, replace(fit, options=options), place=False).capabilities
+        if (
+            type(probe).capabilities is not ceiling
+        ):  # an instance changed its class: a check tells of it, and finds it as it was
+            type(probe).capabilities = ceiling
+        widest = _widest(make, fit) if probe.capabilities.state and probe.family == "feature_map" else 256
+        return {"probe": probe, "heads": heads, "random": _random(make, fit), "settings": able, "widest": widest}
     raise refusals[0]
+
+
+LARGE = 2**17
+"""Elements of a state of one head that are many for a check."""
+
+
+def _widest(make: Callable[..., Any], base: Case) -> int:
+    """The largest width at which the sums of one head are few; features may be the square of it."""
+    for width in (256, 192, 128, 64, 32):
+        sizes: dict[str, Any] = {
+            "head_dim": width,
+            "key_dim": width,
+            "value_dim": width,
+            "num_heads": 1,
+            "num_kv_heads": 1,
+        }
+        with suppress(AttnlabError):
+            state = seeded(make, replace(base, **sizes), place=False).init_state(1)
+            if sum(x.numel() for x in vars(state).values() if isinstance(x, torch.Tensor)) <= LARGE:
+                return width
+    return 16
 
 
 def _require_result(make: Callable[..., Any], base: Case) -> None:
@@ -158,8 +221,10 @@ def _require_result(make: Callable[..., Any], base: Case) -> None:
 
 
 def _random(make: Callable[..., Any], base: Case) -> bool:
-
+    """Whether it says or shows that its calls draw numbers."""
     variant = seeded(make, base)
+    if variant.capabilities.random:
+        return True
     if not draws_freely(variant) or base.missing(variant.capabilities):
         return False
     try:
@@ -181,7 +246,7 @@ def seeded(make: Callable[..., Any], case: Case, place: bool = True) -> Any:
     """
     seed = zlib.crc32(repr(sorted(case.geometry.items())).encode()) + case.seed
     with seeded_draws(seed, "cpu"):
-        variant = make(**case.geometry)
+        variant = make(**case.geometry, **(json.loads(case.options) if case.options else {}))
         with torch.no_grad():
             for parameter in variant.parameters():
                 if parameter.is_floating_point() and parameter.numel() and not bool(parameter.any()):

@@ -55,6 +55,14 @@ from attnlab_evaluations.suite_proof.correct.remembering import (
     RingAttention,
     RunningMeanAttention,
 )
+from attnlab_evaluations.suite_proof.correct.required import (
+    CausalSquareAttention,
+    DampedAttention,
+    FixedWindowAttention,
+    RoundedAttention,
+    ShortDelta,
+    SinkhornAttention,
+)
 from attnlab_evaluations.suite_proof.correct.sampled import SampledAttention
 from attnlab_evaluations.suite_proof.correct.scores import (
     EuclideanAttention,
@@ -155,4 +163,10 @@ CORRECT: tuple[type[Attention], ...] = (
     ProjectedValuesAttention,
     ValueEmbeddingAttention,
     RateByGroupAttention,
+    SinkhornAttention,
+    DampedAttention,
+    CausalSquareAttention,
+    FixedWindowAttention,
+    ShortDelta,
+    RoundedAttention,
 )

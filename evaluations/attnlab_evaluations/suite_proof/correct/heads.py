@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnlab import Attention, AttentionOutput, Call, KnownFailure, Reason, ScoreAttention, UnsupportedRequest
+from attnlab import Attention, AttentionOutput, Call, Reason, ScoreAttention, UnsupportedRequest
 from attnlab.engines import in_own_precision
 from attnlab_evaluations.suite_proof.correct._shared import (
     dropped,
@@ -54,10 +53,7 @@ class TalkingHeadsAttention(Attention):
     name = "talking_heads"
     formula = "talking_heads"
     definition = staticmethod(talking_heads)
-    capabilities = replace(PAIRWISE, normalised=False)
-    known_failures = MappingProxyType(
-        {"heads_are_independent": KnownFailure("heads talk by design: P_l and P_w mix them")}
-    )
+    capabilities = replace(PAIRWISE, normalised=False, heads_independent=False)
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from attnlab.hooks import Mutant
 from attnlab_evaluations.suite_proof.mutants import (
     constructors,
+    decoding,
+    definition,
     devices,
     dropout,
     dtypes,
     entrances,
-    extremes,
     fast_path,
     golden,
     gradients,
@@ -27,6 +28,7 @@ from attnlab_evaluations.suite_proof.mutants import (
     modules,
     packed,
     padding,
+    prepared,
     refusals,
     registry,
     settings,
@@ -39,7 +41,6 @@ from attnlab_evaluations.suite_proof.mutants import (
     state_offsets,
     threads,
     transforms,
-    values,
     weights,
 )
 
@@ -50,8 +51,8 @@ MUTANTS: tuple[Mutant, ...] = tuple(
     for module in (
         registry,
         golden,
-        values,
-        extremes,
+        definition,
+        decoding,
         dtypes,
         half_sums,
         masks,
@@ -80,6 +81,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         graphs,
         refusals,
         entrances,
+        prepared,
         constructors,
     )
     for mutant in module.MUTANTS

@@ -1,4 +1,4 @@
-"""Mutants of `checks/constructors.py`: constructors that lose, accept or share what they should not. Needs torch."""
+"""Mutants that the checks in `checks/constructors.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class ReadsASizeThatMayBeLeftOut(TextbookAttention):
         self.group = num_heads // num_kv_heads
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(SwallowsOptions, "unknown_options_are_rejected", "**kwargs in the constructor"),
     Mutant(RejectsWithoutAName, "unknown_options_are_rejected", "an error that names no option"),
     Mutant(IgnoresKeyValueHeads, "sizes_are_kept_and_validated", "num_kv_heads is dropped"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/devices.py`: tensors made on the wrong device. Needs torch."""
+"""Mutants that the checks in `checks/devices.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ClaimsMeta(TextbookAttention):
         return super().normalised(s, visible, sinks)
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(TableOnlyInTheConstructor, "meta_initialisation_and_loading", "a buffer that nothing makes again"),
     Mutant(ReadsANumberInTheConstructor, "meta_initialisation_and_loading", "float() of a tensor in __init__"),
     Mutant(ForgetsTheDevice, "tensors_are_created_on_the_device_of_query", "torch.ones without device="),

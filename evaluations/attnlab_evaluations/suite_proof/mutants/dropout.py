@@ -13,6 +13,8 @@ from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
 from attnlab_evaluations.suite_proof.correct.textbook_tiled import Gradients, Saved, TextbookTiled, Tile
 from attnlab_evaluations.suite_proof.mutants._shared import _Backward
 
+Row = tuple[Tensor, Tensor, Tensor]
+
 
 class DropoutFollowsTheMode(TextbookAttention):
     """Dropout in train mode only, although dropout_p was given."""
@@ -140,9 +142,6 @@ class DropoutIsDrawnAgainBackward(TextbookAttention):
             return weights @ v
         result: Tensor = _MixedWithAnotherMask.apply(weights, v, self.p)  # type: ignore[no-untyped-call]
         return result
-
-
-Row = tuple[Tensor, Tensor, Tensor]
 
 
 class DropoutIsRedrawnBackward(_Backward):

@@ -1,4 +1,4 @@
-"""Mutants of `checks/dtypes.py`: sums, scores and casts in a dtype that is too narrow. Needs torch."""
+"""Mutants that the checks in `checks/dtypes.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class ReturnsFloat32UnderAutocast(TextbookAttention):
         return answer._replace(out=answer.out.float()) if under else answer
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(HiddenInTheProjectionsDtype, "autocast_agrees", "a projection in autocast's dtype"),
     Mutant(SquaresInHalfPrecision, "scores_may_exceed_half_precision", "a squared norm in float16"),
     Mutant(HalfPrecisionScores, "scores_may_exceed_half_precision", "scores in float16 overflow"),

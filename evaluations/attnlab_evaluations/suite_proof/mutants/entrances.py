@@ -1,4 +1,4 @@
-"""Mutants of `checks/entrances.py`: entrances that accept unknown or undeclared arguments. Needs torch."""
+"""Mutants that the checks in `checks/entrances.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class GivesTheFirstReason(TextbookLinear):
         return super().supports(request)[:1]
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(CallsWithWhatItKnows, "unknown_arguments_are_rejected", "__call__ filters its keywords"),
     Mutant(HookDropsTheUnknown, "unknown_arguments_are_rejected", "a pre-hook filters keywords"),
     Mutant(ForwardIsReplaced, "unknown_arguments_are_rejected", "an instance's forward takes **kwargs"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/golden.py`: numbers that differ from published ones. Needs torch."""
+"""Mutants that the checks in `checks/golden.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class OnlyTheDefinitionIsWrong(TextbookAttention):
     golden = BothForgetTheScale.golden
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(FactorsWithoutGuard, "golden_cases_are_reproduced", "exp(2a) exp(2b) without a guard"),
     Mutant(FactorsOfClampedRows, "golden_cases_are_reproduced", "exp(2a) exp(2b) of clamped rows"),
     Mutant(BothForgetTheScale, "golden_cases_are_reproduced", "variant and definition forget 1 / sqrt(d)"),

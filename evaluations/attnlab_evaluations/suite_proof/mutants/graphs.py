@@ -14,8 +14,6 @@ from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, 
 from attnlab_evaluations.suite_proof.mutants._shared import CompilingTextbook, before_validation
 
 Shape = tuple[int, int, int, int]
-
-
 Role = Literal["query", "key"]
 
 

@@ -1,4 +1,4 @@
-"""Mutants of `checks/half_sums.py`: sums in half precision. Needs torch."""
+"""Mutants that the checks in `checks/half_sums.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _both(variant: type[Any], story: str) -> tuple[Mutant, Mutant]:
     return Mutant(variant, OWNER, f"{story}, bfloat16"), Mutant(other, OWNER, f"{story}, float16")
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     *_both(SumsValuesByTiles, "weighted values are summed from tile to tile in half precision"),
     *_both(SumsTheNormaliser, "the normaliser is summed in half precision"),
     *_both(SumsScores, "scores are summed over the width in half precision"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/independence.py`: batch mates, heads, modes and repetition that change the output. Needs torch."""
+"""Mutants that the checks in `checks/independence.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnlab import Call
+from attnlab import AttentionOutput, Call
 from attnlab.hooks import Mutant
+from attnlab_evaluations.suite_proof.correct.sampled import SampledAttention
 from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookDelta, TextbookLinear
 from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookDot, TextbookLuong, wide
 from attnlab_evaluations.suite_proof.correct.textbook_sums import TextbookChunked, TextbookMaps
@@ -243,7 +244,19 @@ class InferenceSkipsThePadding(TextbookLinear):
             visible.key_present = present
 
 
-MUTANTS = (
+class DrawsTheSameAgain(SampledAttention):
+    """A generator of its own, seeded in each call."""
+
+    name = ""
+    capabilities = replace(SampledAttention.capabilities, random=True)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return super().attend(query, key, value, call)
+
+
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(OneOffsetForTheBatch, "batch_items_are_independent", "the first item's offset for all"),
     Mutant(NormsByTheBatch, "batch_items_are_independent", "a statistic over the batch"),
     Mutant(KeepsProjectedKeysByShape, "calls_are_independent", "a cache whose key is a shape"),
@@ -268,4 +281,5 @@ MUTANTS = (
     Mutant(OneItemNeedsNoPadding, "batch_items_are_independent", "key_mask is ignored for one item"),
     Mutant(OddHeadIsACopy, "heads_are_independent", "heads in pairs"),
     Mutant(InferenceSkipsThePadding, "train_and_eval_modes_agree", "another path without gradients"),
+    Mutant(DrawsTheSameAgain, "random_calls_draw_anew", "each call seeds a generator of its own"),
 )

@@ -1,4 +1,4 @@
-"""Mutants of `checks/laws.py`: broken laws of the contract. Needs torch."""
+"""Mutants that the checks in `checks/laws.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ClaimsANullKey(TextbookAttention):
     capabilities = replace(TextbookAttention.capabilities, null_key=True)
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(MasksAfterTheSoftmax, "equal_values_are_returned", "weights are masked and not normalised again"),
     Mutant(TellsAnotherScale, "default_scale_is_used", "default_scale() is not what is used"),
     Mutant(LocationCountsFromTheTile, "packed_sequences_equal_separate_ones", "columns of the tile"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/masks.py`: masks that hide too little, too much, or by another convention. Needs torch."""
+"""Mutants that the checks in `checks/masks.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -169,7 +169,20 @@ class PaddingDecays(TextbookGatedDelta):
         return answer._replace(out=answer.out * (0.5**absent)[:, None, None, None])
 
 
-MUTANTS = (
+class KeepsABiasByItsAddress(TextbookAttention):
+    """A bias is cast once, and found again by its address."""
+
+    def adjusted(self, s: Tensor, call: Call, scale: float) -> Tensor:
+        if call.bias is None or call.bias.requires_grad or torch.compiler.is_compiling():
+            return super().adjusted(s, call, scale)
+        kept = self.__dict__.setdefault("kept", {})
+        known = kept.setdefault((call.bias.data_ptr(), call.bias.shape, call.bias.dtype), call.bias.clone())
+        return super().adjusted(
+            s, Call(visibility=call.visibility, softcap=call.softcap, score_mod=call.score_mod, bias=known), scale
+        )
+
+
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(MasksByMultiplication, "hidden_pairs_have_no_influence", "score * mask"),
     Mutant(ClaimsIsolation, "hidden_nonfinite_pairs_are_isolated", "0 * NaN"),
     Mutant(PositionsInTheQuerysDtype, "hidden_pairs_have_no_influence", "positions are counted in bfloat16"),
@@ -186,4 +199,5 @@ MUTANTS = (
     ),
     Mutant(LooksIntoTheFuture, "causality", "the normaliser sums all keys"),
     Mutant(PaddingDecays, "padded_keys_equal_removed_keys", "padding fades the memory"),
+    Mutant(KeepsABiasByItsAddress, "tensors_are_read_anew_in_each_call", "a bias is kept by its address"),
 )

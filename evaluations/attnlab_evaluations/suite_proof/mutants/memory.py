@@ -1,4 +1,4 @@
-"""Mutants of `checks/memory.py`: memory that grows faster than the claim. Needs torch."""
+"""Mutants that the checks in `checks/memory.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BlocksAreNotRecomputed(TextbookAttention):
         return AttentionOutput(torch.cat(parts, dim=2).to(query.dtype))
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(ClaimsLinearMemory, "linear_memory_of_intermediates", "all pairs at once"),
     Mutant(BlocksAreNotRecomputed, "linear_memory_saved_for_backward", "blocks save all their pairs"),
 )

@@ -1,4 +1,4 @@
-"""Mutants of `checks/modules.py`: modules whose copies, state_dicts or recomputation differ. Needs torch."""
+"""Mutants that the checks in `checks/modules.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DrawsATableOnce(TextbookAttention):
         return super().scores(q, k, call) * (self.table.to(q) / self.table.to(q).mean())
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(DetachedVector, "gradients_reach_every_parameter", "v.data in the forward"),
     Mutant(HidesATensor, "copies_agree", "a tensor outside the state_dict"),
     Mutant(ForgetsAParameter, "gradients_reach_every_parameter", "a parameter that nothing uses"),

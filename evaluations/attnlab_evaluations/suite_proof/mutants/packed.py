@@ -1,4 +1,4 @@
-"""Mutants of `checks/packed.py`: packed sequences that see each other or count positions wrongly. Needs torch."""
+"""Mutants that the checks in `checks/packed.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TheTailJoinsTheLast(TextbookAttention):
     """Tokens that no length covers belong to the last sequence."""
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(PositionsRunThroughTheRow, "packed_rows_equal_separate_calls", "positions do not restart"),
     Mutant(AlignsTheWholeRow, "packed_rows_equal_separate_calls", "bottom right of the row, not the sequence"),
     Mutant(TellsRunsApart, "packed_rows_equal_separate_calls", "a sequence in two pieces is two"),

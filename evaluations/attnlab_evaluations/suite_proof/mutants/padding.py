@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -52,7 +52,7 @@ class SumOfAnItemsHeads(TalkingHeadsAttention):
 
     name, formula = "", ""
     definition: ClassVar[Any] = None
-    known_failures = MappingProxyType({})
+    capabilities = replace(TalkingHeadsAttention.capabilities, heads_independent=True)
 
     def mixed_weights(self, w: Tensor, visible: Tensor, p: Tensor) -> Tensor:
         return super().mixed_weights(w, visible.any(dim=1, keepdim=True).expand_as(visible), p)

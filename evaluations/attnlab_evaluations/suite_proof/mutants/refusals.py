@@ -1,4 +1,4 @@
-"""Mutants of `checks/refusals.py`: undeclared features that are accepted or refused late. Needs torch."""
+"""Mutants that the checks in `checks/refusals.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class GuessesAThreeAxesMask(TextbookAttention):
     pass
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(SwallowsSoftcap, "undeclared_features_are_refused", "an undeclared argument is swallowed"),
     Mutant(CallsWithoutSoftcap, "undeclared_features_are_refused", "__call__ drops softcap"),
     Mutant(WidensItsGate, "undeclared_features_are_refused", "the gate's bits are widened"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/registry.py`: a registry row that disagrees with its class, and claims that contradict each other. Needs torch."""
+"""Mutants that the checks in `checks/registry.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowForgetsADtype(TextbookAttention):
     """Float64 was added to the class later."""
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(ClaimsMoreThanItsClass, "claims_are_consistent", "an instance widens what its class declares"),
     Mutant(RowOfAnotherFormula, _OWNER, "the row names another formula", {"formula": "additive"}),
     Mutant(

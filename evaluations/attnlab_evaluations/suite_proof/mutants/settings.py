@@ -1,4 +1,4 @@
-"""Mutants of `checks/settings.py`: process-wide settings that a call reads or leaves changed. Needs torch."""
+"""Mutants that the checks in `checks/settings.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class LowersThePrecision(TextbookDelta):
         return super().attend(query, key, value, call)
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(SeedsPython, "calls_do_not_change_global_settings", "random.seed() in a forward"),
     Mutant(SeedsWhenItIsMade, "calls_do_not_change_global_settings", "torch.manual_seed() in a constructor"),
     Mutant(SetsThePrecisionWhenItIsMade, "calls_do_not_change_global_settings", "a setting changed by a constructor"),

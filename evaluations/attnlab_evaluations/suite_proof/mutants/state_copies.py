@@ -1,4 +1,4 @@
-"""Mutants of `checks/state_copies.py`: states whose copies, orders and cuts share memory or lose content. Needs torch."""
+"""Mutants that the checks in `checks/state_copies.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class KeepsTheCallersMask(TextbookAttention):
         return keys, values, replace(state, key_present=self.first_input)
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(ClonesTakeTheWholeStore, "cropped_states_may_be_copied", "a clone brings cropped tokens back"),
     Mutant(ReordersTakeTheWholeStore, "cropped_states_may_be_copied", "beams bring cropped tokens back"),
     Mutant(ClonesShareTheirMemory, "copied_states_are_independent", "clone() shares the store"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/state_life.py`: states that are used twice, changed by a failed call, or overfull. Needs torch."""
+"""Mutants that the checks in `checks/state_life.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class BroadcastsOneSequence(TextbookDelta):
         return answer._replace(state=_AnyBatch(length=answer.state.length, memory=answer.state.memory))
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(AcceptsASpentState, "used_states_are_refused", "a state can be used twice"),
     Mutant(SpendsAtTheDoor, "failed_calls_leave_the_state_usable", "a call that fails uses its state up"),
     Mutant(CountsBeforeItFails, "failed_calls_leave_the_state_usable", "a call that fails leaves its tokens"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/state_masks.py`: padding, weights and lse that are lost while decoding. Needs torch."""
+"""Mutants that the checks in `checks/state_masks.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab import AttentionOutput, Call, State
+from attnlab import Call, State
 from attnlab.hooks import Mutant
 from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention
 from attnlab_evaluations.suite_proof.mutants._shared import before_validation
@@ -56,31 +56,6 @@ class ForgetsAMaskThatIsNotRepeated(TextbookAttention):
         return super().visible(call, shape, device)
 
 
-class WeightsOfTheStep(TextbookAttention):
-    """Weights have columns for the new keys only."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        answer = super().attend(query, key, value, call)
-        if answer.weights is None or call.state is None:
-            return answer
-        return answer._replace(weights=answer.weights[..., call.state.length :])
-
-
-class LseOfTheStep(TextbookAttention):
-    """lse sums over the new keys only."""
-
-    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        weights, lse = super().normalised(s, visible, sinks)
-        new = s.shape[-2]
-        return weights, super().normalised(s[..., -new:], visible[..., -new:], sinks)[1] if self.stepping else lse
-
-    stepping = False
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        self.stepping = call.state is not None
-        return super().attend(query, key, value, call)
-
-
 class FirstRowsPadding(TextbookAttention):
     """In a step the padding of the first sequence counts for all of them."""
 
@@ -94,13 +69,11 @@ class FirstRowsPadding(TextbookAttention):
         return visible
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(EvictsBehindTheWindow, "arguments_apply_to_their_step_alone", "one step's window forgets for all"),
     Mutant(RemembersWhatTheGateCleaned, "padding_does_not_affect_states", "uncleaned tensors enter the store"),
     Mutant(
         ForgetsAMaskThatIsNotRepeated, "key_mask_may_be_given_for_some_steps", "a mask counts only while it is repeated"
     ),
-    Mutant(WeightsOfTheStep, "steps_return_weights_and_lse", "weights leave out the past"),
-    Mutant(LseOfTheStep, "steps_return_weights_and_lse", "lse leaves out the past"),
     Mutant(FirstRowsPadding, "batch_items_decode_independently", "one row's padding serves the batch"),
 )

@@ -1,4 +1,4 @@
-"""Mutants of `checks/state_modes.py`: states that depend on capacity or mode. Needs torch."""
+"""Mutants that the checks in `checks/state_modes.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class MemoryInTheKeysDtype(TextbookDelta):
         return _AnyWidth(memory=made.memory)
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(WritesIntoAnInferenceStore, "modes_agree_while_decoding", "an inference tensor is written to outside"),
     Mutant(AttendsTheWholeStore, "capacity_changes_nothing", "unused slots are multiplied by 0"),
     Mutant(StatesAreHalfByDefault, "capacity_changes_nothing", "states are float16 unless told otherwise"),

@@ -1,4 +1,4 @@
-"""Mutants of `checks/state_offsets.py`: wrong positions of the tokens of a step. Needs torch."""
+"""Mutants that the checks in `checks/state_offsets.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class AbsorbsWithoutGates(TextbookDelta):
         return RecurrentAttention.absorb(self, key, value, Call(call.visibility, gates=gates, state=call.state))
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(IgnoresTheOffset, "offsets_count_from_the_first_token", "an offset beside a state is ignored"),
     Mutant(OffsetsCountFromTheStep, "offsets_count_from_the_first_token", "the past is added to an offset"),
     Mutant(AbsorbsNothing, "queries_and_keys_of_a_step_may_differ", "keys without queries are dropped"),

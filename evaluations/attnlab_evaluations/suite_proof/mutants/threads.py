@@ -1,4 +1,4 @@
-"""Mutants of `checks/threads.py`: calls that disturb each other when they overlap. Needs torch."""
+"""Mutants that the checks in `checks/threads.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class CutsByTheNumberOfThreads(TextbookAttention):
         return torch.stack(parts).sum(0)
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(KeepsTheCallOnItself, "concurrent_calls_are_independent", "the mask lies on the module"),
     Mutant(KeepsItsAnswerOnItself, "concurrent_calls_are_independent", "a step's result lies on the module"),
     Mutant(SharesAScratchBuffer, "concurrent_calls_are_independent", "a buffer is kept for every shape"),

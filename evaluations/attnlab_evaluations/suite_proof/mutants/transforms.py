@@ -1,4 +1,4 @@
-"""Mutants of `checks/transforms.py`: variants that torch.func cannot transform. Needs torch."""
+"""Mutants that the checks in `checks/transforms.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class MappedAxisIsTakenToBeFirst(TextbookAttention):
         return result
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     Mutant(KeepsItsExpandedMatrix, "parameters_are_read_at_each_call", "a copy of a parameter is kept"),
     Mutant(CopiesItsWeightInTheConstructor, "parameters_are_read_at_each_call", "a copy made in __init__"),
     Mutant(KeepsItsWeightInEval, "parameters_are_read_at_each_call", "weights merged at the first eval call"),

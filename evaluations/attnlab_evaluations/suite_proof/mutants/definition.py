@@ -1,4 +1,4 @@
-"""Mutants of `checks/values.py`: outputs that differ from the definition. Needs torch."""
+"""Mutants that the checks in `checks/definition.py` must fail. Needs torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from attnlab import AttentionOutput, Call, Reason, UnsupportedRequest, Visibilit
 from attnlab.hooks import Mutant
 from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookDelta, TextbookLinear
 from attnlab_evaluations.suite_proof.correct.textbook_scores import (
+    SCORE,
     TextbookAdditive,
     TextbookAlibi,
     TextbookConcat,
@@ -34,13 +35,769 @@ from attnlab_evaluations.suite_proof.correct.textbook_sums import (
     TextbookGatedDelta,
     TextbookMaps,
 )
-from attnlab_evaluations.suite_proof.correct.textbook_tiled import Saved, TextbookTiled, Tile
-from attnlab_evaluations.suite_proof.mutants._shared import _Exp, _outer, _Relu
+from attnlab_evaluations.suite_proof.correct.textbook_tiled import Gradients, Saved, TextbookTiled, Tile
+from attnlab_evaluations.suite_proof.mutants._shared import _Backward, _Exp, _length, _outer, _Relu
+from attnlab_evaluations.suite_proof.mutants.weights import SubtractsTheTilesMaximum
 
-Shape = tuple[int, int, int, int]
 Row = tuple[Tensor, Tensor, Tensor]
-Role = Literal["query", "key"]
 Gates = Mapping[str, Tensor]
+Role = Literal["query", "key"]
+Shape = tuple[int, int, int, int]
+TILE = 64
+
+
+class FalsyScaleIsTheDefault(TextbookAttention):
+    """scale or Dk^-0.5: 0 is taken for "not given"."""
+
+    def scale(self, call: Call) -> float:
+        return float(call.scale or self.key_dim**-0.5)
+
+
+class WindowOfZeroIsNoWindow(TextbookAttention):
+    """`if left:` takes 0, itself only, for unbounded."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visible = super().visible(call, shape, device)
+        visibility = call.visibility
+        if visibility is None or visibility.left != 0:
+            return visible
+        visibility.left = None
+        try:
+            return super().visible(call, shape, device)
+        finally:
+            visibility.left = 0
+
+
+class SubtractsTheTilesMaximumWithoutLse(SubtractsTheTilesMaximum):
+    """One tile holds all of a small call; only past the tile does it show."""
+
+    capabilities = replace(SCORE, lse=False, sinks=False, softcap=False, score_mod=False, bias=False)
+
+
+class TakesZeroScoresForHidden(TextbookDot):
+    """masked_fill(s == 0, -inf), as after a multiplication by a mask."""
+
+    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
+        s = wide(query) @ wide(key).transpose(-1, -2)
+        return s.masked_fill(s == 0, -torch.inf)
+
+
+class TakesZeroKeysForPadding(TextbookDot):
+    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
+        s = wide(query) @ wide(key).transpose(-1, -2)
+        return s.masked_fill((key == 0).all(-1)[:, :, None], -torch.inf)
+
+
+class NormsAreBoundedBelow(TextbookCosine):
+    def normed(self, x: Tensor) -> Tensor:
+        return x / (_length(x) + 1e-5)
+
+
+class ExpandedSquare(TextbookDistance):
+    """-(q^2 - 2 q k + k^2): far from the origin the terms cancel."""
+
+    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
+        q, k = wide(query), wide(key)
+        squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
+        return 2 * q @ k.transpose(-1, -2) - squares
+
+
+class LargeWindowsAreRounded(TextbookTiled):
+    """A window wider than a tile is rounded up to whole tiles."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        visibility = call.visibility
+        if visibility is not None and visibility.left is not None and visibility.left > self.side:
+            visibility.left = -(-visibility.left // self.side) * self.side
+        return super().attend(query, key, value, call)
+
+
+def _whole_tiles(tokens: int, side: int) -> int:
+    return -(-tokens // side) * side
+
+
+class SkipsByTheFirstItemsOffset(TextbookTiled):
+    """Tiles past the first item's causal bound are skipped for all."""
+
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
+        if (
+            not isinstance(visibility.offset, Tensor)
+            or visibility.right is None
+            or visibility.query_segments is not None
+        ):
+            return first, last
+        return first, min(last, max(first, _whole_tiles(int(visibility.offset[0]) + q1 + visibility.right, self.side)))
+
+
+class SkipsByTheFirstItemsLength(TextbookTiled):
+    """Tiles past the first item's last key are skipped for all."""
+
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
+        if visibility.key_present is None or visibility.query_segments is not None:
+            return first, last
+        held = torch.where(visibility.key_present[0], torch.arange(1, 1 + visibility.key_length), 0).max()
+        return first, min(last, max(first, _whole_tiles(int(held), self.side)))
+
+
+class RightWindowAloneIsCausal(TextbookAttention):
+    """Without a left bound a right one is read as 0."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visibility = call.visibility
+        if visibility is None or visibility.left is not None or visibility.right is None or call.state is not None:
+            return super().visible(call, shape, device)
+        right, visibility.right = visibility.right, min(visibility.right, 0)
+        visible = super().visible(call, shape, device)
+        visibility.right = right
+        return visible
+
+
+class ClampsWhatAScoreModHides(TextbookAttention):
+    """-inf from a score_mod becomes -1e4."""
+
+    def modified(self, s: Tensor, call: Call) -> Tensor:
+        result = super().modified(s, call)
+        return result if call.score_mod is None else result.clamp(min=-1e4)
+
+
+class ReshapesWhatAScoreModReturns(TextbookAttention):
+    """What a score_mod returns is taken to be as large as the scores."""
+
+    def modified(self, s: Tensor, call: Call) -> Tensor:
+        return super().modified(s, call).reshape(s.shape)
+
+
+class ClampsValuesLikeHalf(TextbookAttention):
+    """A remedy for float16's range that acts on every dtype."""
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        return super().mixed(weights, v.clamp(-65504, 65504), visible)
+
+
+class MaximumOfTheTile(TextbookTiled):
+    """The last tile's maximum stands for the row's: a later tile of small scores blows the sums up."""
+
+    def joined(self, m: Tensor, z: Tensor, n: Tensor, s: Tensor, v: Tensor, call: Call, seed: int, t: Tile) -> Row:
+        own = s.amax(-1, keepdim=True)
+        base = torch.where(own > -torch.inf, own, 0)
+        p = torch.exp(s - base)
+        fade = torch.where(m > -torch.inf, torch.exp(m - base), 0)
+        used = p * self.kept(p, call, seed, t) if call.dropout_p else p
+        return torch.where(own > -torch.inf, own, m), z * fade + p.sum(-1, keepdim=True), n * fade + used @ v
+
+
+class MaximumStartsAtZero(TextbookTiled):
+    """Where all scores are far below 0 every exponential underflows."""
+
+    def joined(self, m: Tensor, z: Tensor, n: Tensor, s: Tensor, v: Tensor, call: Call, seed: int, t: Tile) -> Row:
+        return super().joined(m.clamp(min=0), z, n, s, v, call, seed, t)
+
+
+class WindowStartsAtATile(TextbookTiled):
+    """The first tile of a window is rounded up to the next tile border."""
+
+    def reach(self, visibility: Visibility, q0: int, q1: int) -> tuple[int, int]:
+        first, last = super().reach(visibility, q0, q1)
+        return -(-first // self.side) * self.side, last
+
+
+class EmptyTilesAreNaN(TextbookTiled):
+    """exp(-inf - -inf) in a tile that hides all, before the first that does not."""
+
+    def joined(self, m: Tensor, z: Tensor, n: Tensor, s: Tensor, v: Tensor, call: Call, seed: int, t: Tile) -> Row:
+        higher, new_z, new_n = super().joined(m, z, n, s, v, call, seed, t)
+        spoiled = torch.where(higher > -torch.inf, 0.0, float("nan")) * bool(t.k0 or t.q0)
+        return higher, new_z + spoiled, new_n + spoiled
+
+
+class SinksAreNoReference(TextbookTiled):
+    """exp(sink - m) with the maximum of the scores alone: a large sink overflows."""
+
+    def finished(self, m: Tensor, z: Tensor, n: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        if sinks is None:
+            return super().finished(m, z, n, sinks)
+        alive = m > -torch.inf
+        z = torch.where(alive, z + torch.exp(sinks[:, None, None] - m), 1)
+        return torch.where(alive, n / z, 0), torch.where(alive, m + z.log(), -torch.inf)
+
+
+class CancellingElu(TextbookMaps):
+    """(exp(x) - 1) + 1 far below 0 is 0 in float32."""
+
+    def feature_map(self, x: Tensor, *, role: Role, positions: Tensor) -> Tensor:
+        return torch.where(x > 0, x, (x.clamp(max=0).exp() * 2**10).round() / 2**10 - 1) + 1
+
+
+class EpsilonBesideTinySums(_Relu):
+    """1e-6 in the normaliser, which tiny features do not reach."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        answer = super().attend(query, key, value, call)
+        if call.state is not None or call.visibility is not None or call.need_weights:
+            return answer
+        group = self.num_heads // self.num_kv_heads
+        q, k = query.relu(), key.relu().repeat_interleave(group, 1)
+        z = (q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+        return answer._replace(out=answer.out * (z / (z + 1e-6)))
+
+
+class NormalisesKeysItself(TextbookDelta):
+    """The paper's keys have unit length: here they are made so, which the formula does not say."""
+
+    def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Gates) -> Tensor:
+        return super().update(memory, torch.nn.functional.normalize(key, dim=-1), value, gates)
+
+
+class ClampsItsMemory(TextbookDelta):
+    def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Gates) -> Tensor:
+        return super().update(memory, key, value, gates).clamp(-2.0, 2.0)
+
+
+class DecayIsBounded(TextbookGatedDelta):
+    """g below -5 is cut off."""
+
+    def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Gates) -> Tensor:
+        return super().update(memory, key, value, {**gates, "log_decay": gates["log_decay"].clamp(min=-5)})
+
+
+class SegmentsAreRuns(TextbookAttention):
+    """Ids are turned into borders where they change: segments whose tokens take turns fall apart."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visibility = call.visibility
+        visible = super().visible(call, shape, device)
+        if visibility is None or visibility.query_segments is None or shape[2] != shape[3] or call.state is not None:
+            return visible
+        assert visibility.key_segments is not None
+        q, k = ((ids != ids.roll(1, 1)).cumsum(1) for ids in (visibility.query_segments, visibility.key_segments))
+        return visible & (q[:, None, :, None] == k[:, None, None, :])
+
+
+class LocalPastALength(TextbookAttention):
+    """Long square inputs take a local approximation, under a claim of exactness."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visible = super().visible(call, shape, device)
+        if min(shape[2:]) <= 1024:
+            return visible
+        apart = torch.arange(shape[2], device=device)[:, None] - torch.arange(shape[3], device=device)
+        return visible & (apart.abs() <= 512)
+
+
+class ClipsValues(TextbookAttention):
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        return super().mixed(weights, v.clamp(-1000, 1000), visible)
+
+
+class FlushesSmallScores(TextbookAttention):
+    """Scores below 1e-3 in magnitude are taken for noise."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        s = super().scores(q, k, call)
+        return torch.where(s.abs() < 1e-3, torch.full_like(s, -1.0) * (s != s.detach() * 0), s)
+
+
+class EmptyRowsByTheirSum(TextbookAttention):
+    """A row whose scores sum to 0 is taken for a row that sees nothing."""
+
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        return weights * (s.sum(-1, keepdim=True) != 0), lse
+
+
+class TiesGoToTheFirst(TextbookAttention):
+    """Where all visible scores are equal, argmax is taken for softmax."""
+
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        top = s.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+        low = s.masked_fill(~visible, torch.inf).amin(-1, keepdim=True)
+        tied = (top == low) & (visible.sum(-1, keepdim=True) > 1) & (sinks is None)
+        first = torch.zeros_like(weights).scatter(-1, weights.argmax(-1, keepdim=True), 1.0)
+        return torch.where(tied, first, weights), lse
+
+
+class DetachedKeys(TextbookDot):
+    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
+        return wide(query) @ wide(key.detach()).transpose(-1, -2)
+
+
+class DeltaIsMissing(_Backward):
+    """ds = p * dp, as if the normaliser were a constant."""
+
+    def delta(self, d_out: Tensor, d_lse: Tensor, out: Tensor) -> Tensor:
+        return torch.zeros_like(d_lse)
+
+
+class DeltaOfOneNumber(_Backward):
+    """The row's sum is taken over the first half of the width."""
+
+    def delta(self, d_out: Tensor, d_lse: Tensor, out: Tensor) -> Tensor:
+        half = out.shape[-1] // 2 or 1
+        return (d_out * out)[..., :half].sum(-1, keepdim=True) - d_lse
+
+
+class QueryGradientIsNotScaled(_Backward):
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        scale = self.scale(call)
+        return own._replace(query=own.query / scale) if scale else own
+
+
+class KeyGradientIsScaledTwice(_Backward):
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        return own._replace(key=own.key * self.scale(call))
+
+
+class BackwardTakesTheDefaultScale(_Backward):
+    """scale= arrives in forward only."""
+
+    def inputs_of(self, call: Call, *rest: Any) -> tuple[Any, ...]:
+        other = Call(**{name: getattr(call, name) for name in Call.__slots__ if name != "scale"})
+        return other, *rest
+
+
+class QueryAndKeyGradientsAreSwapped(_Backward):
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        swapped = own.query.shape == own.key.shape
+        return own._replace(query=own.key, key=own.query) if swapped else own
+
+
+class FirstHeadOfTheGroup(_Backward):
+    def folded(self, gradient: Tensor) -> Tensor:
+        group = self.num_heads // self.num_kv_heads
+        return gradient[:, ::group].contiguous()
+
+
+class MeanOfTheGroup(_Backward):
+    def folded(self, gradient: Tensor) -> Tensor:
+        return super().folded(gradient) / (self.num_heads // self.num_kv_heads)
+
+
+class GroupIsFoldedAsTiled(_Backward):
+    """k0, k1, k0, k1 backward where forward has k0, k0, k1, k1."""
+
+    def folded(self, gradient: Tensor) -> Tensor:
+        group = self.num_heads // self.num_kv_heads
+        batch, _, *rest = gradient.shape
+        return gradient.reshape(batch, group, self.num_kv_heads, *rest).sum(1)
+
+
+class BackwardForgetsTheMask(_Backward):
+    """Hidden pairs take part in the recomputation: causal is a flag of the forward."""
+
+    def inputs_of(self, call: Call, visibility: Visibility, *rest: Any) -> tuple[Any, ...]:
+        open_to_all = Visibility(
+            visibility.batch, visibility.num_heads, visibility.query_length, visibility.key_length, visibility.device
+        )
+        return call, open_to_all, *rest
+
+
+class BackwardForgetsTheWindow(_Backward):
+    def hidden(self, s: Tensor, visibility: Visibility, t: Tile) -> Tensor:
+        if visibility.left is None or not torch.is_grad_enabled() or not self.inside:
+            return super().hidden(s, visibility, t)
+        left, visibility.left = visibility.left, None
+        try:
+            return super().hidden(s, visibility, t)
+        finally:
+            visibility.left = left
+
+    inside = False
+
+    def backward_tile(self, *args: Any) -> None:
+        self.inside = True
+        with torch.enable_grad():
+            args[3].query.detach_()
+            super().backward_tile(*args)
+        self.inside = False
+
+
+class BackwardOfTheFirstRowBlock(_Backward):
+    """The loop over row blocks ends with the last whole one."""
+
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        partial = t.q0 and t.q1 - t.q0 < self.side
+        return Gradients(*(None if x is None else x * (not partial) for x in own))  # type: ignore[arg-type]
+
+
+class BackwardSkipsTheLastKeys(_Backward):
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        partial = t.k0 and t.k1 - t.k0 < self.side
+        return own._replace(value=own.value * (not partial))
+
+
+class LastTileOverwrites(_Backward):
+    """dk of a tile is stored, not added: the last row block wins."""
+
+    def backward_tile(
+        self, call: Call, visibility: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
+    ) -> None:
+        into.key[:, :, t.k0 : t.k1] = 0
+        super().backward_tile(call, visibility, t, saved, d_out, delta, into)
+
+
+class BiasHasNoGradient(_Backward):
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        return own._replace(bias=None)
+
+
+class BiasGradientIsAMean(_Backward):
+    """Broadcast axes are averaged, not summed."""
+
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        if own.bias is None:
+            return own
+        full = torch.Size((*saved.query.shape[:3], saved.key.shape[2])).numel()
+        return own._replace(bias=own.bias * (own.bias.numel() / full))
+
+
+class BiasGradientIsScaled(_Backward):
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        return own if own.bias is None else own._replace(bias=own.bias * self.scale(call))
+
+
+class SinksHaveNoGradient(_Backward):
+    def sinks_gradient(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        return torch.zeros_like(sinks)
+
+
+class SinksGradientHasTheOtherSign(_Backward):
+    def sinks_gradient(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        return -super().sinks_gradient(sinks, lse, delta)
+
+
+class SoftcapHasNoDerivative(_Backward):
+    def cap_slope(self, x: Tensor, call: Call) -> Tensor | float:
+        return 1.0
+
+
+class SoftcapDerivativeOfTheCapped(_Backward):
+    """1 - tanh^2 of the capped score, not of the score."""
+
+    def cap_slope(self, x: Tensor, call: Call) -> Tensor | float:
+        if call.softcap is None:
+            return 1.0
+        return super().cap_slope(call.softcap * torch.tanh(x / call.softcap), call)
+
+
+class ProbabilitiesWithoutReference(_Backward):
+    """exp(s) / exp(lse): both overflow where scores are large."""
+
+    def probabilities(self, s: Tensor, lse: Tensor) -> Tensor:
+        return torch.exp(s) / torch.exp(torch.where(lse > -torch.inf, lse, 0))
+
+
+class GradientsOfTheFirstItem(_Backward):
+    """The batch stride is missing: all items receive the first one's key gradient."""
+
+    def folded(self, gradient: Tensor) -> Tensor:
+        return super().folded(gradient)[:1].expand(gradient.shape[0], -1, -1, -1).clone()
+
+
+class ClipsGradients(_Backward):
+    def folded(self, gradient: Tensor) -> Tensor:
+        return super().folded(gradient).clamp(-0.5, 0.5)
+
+
+class BackwardRoundsTheWindow(TextbookTiled):
+    def backward_tile(self, call: Call, visibility: Visibility, *rest: Any) -> None:
+        left = visibility.left
+        if left is not None and left > self.side:
+            visibility.left = -(-left // self.side) * self.side
+        super().backward_tile(call, visibility, *rest)
+        visibility.left = left
+
+
+class BackwardOf64IgnoresScale(TextbookTiled):
+    def backward_tile(
+        self, call: Call, visibility: Visibility, t: Tile, saved: Saved, d_out: Tensor, delta: Tensor, into: Gradients
+    ) -> None:
+        before = into.query.clone()
+        super().backward_tile(call, visibility, t, saved, d_out, delta, into)
+        if self.key_dim in (64, 128) and call.scale is not None:
+            into.query.copy_(before + (into.query - before) * self.key_dim**-0.5 / call.scale)
+
+
+class BackwardSkipsByTheFirstItemsLength(TextbookTiled):
+    def backward_tile(self, call: Call, visibility: Visibility, t: Tile, *rest: Any) -> None:
+        present = visibility.key_present
+        if present is None or visibility.query_segments is not None or bool(present[0, t.k0 :].any()):
+            super().backward_tile(call, visibility, t, *rest)
+
+
+class RepairsWhatAScoreModHides(TextbookAttention):
+    """Rows that a score_mod hides are repaired after the softmax: NaN backward."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        self.modifying = call.score_mod is not None and call.bias is None and call.sinks is None
+        return super().attend(query, key, value, call)
+
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        if not self.modifying:
+            return weights, lse
+        alive = visible.any(-1, keepdim=True)
+        s = torch.where(alive, s.masked_fill(~visible, -torch.inf), 0)
+        return torch.where(alive, torch.softmax(s, -1).nan_to_num(0), 0), lse
+
+
+class NormaliserIsDetached(TextbookAttention):
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        finite = torch.where(lse == -torch.inf, 0, lse).detach().unsqueeze(-1)
+        moved = torch.exp(torch.where(weights > 0, s - finite, 0))
+        return torch.where(weights > 0, moved, 0), lse
+
+
+class BiasGradientIsNotReduced(TextbookAttention):
+    """A broadcast bias receives the gradient of its first row only."""
+
+    def adjusted(self, s: Tensor, call: Call, scale: float) -> Tensor:
+        plain = super().adjusted(s, call, scale)
+        if call.bias is None:
+            return plain
+        bias = call.bias.to(s.dtype)
+        first = torch.zeros_like(plain)
+        first[:1] = 1
+        return plain - bias * (1 - first) + bias.detach() * (1 - first)
+
+
+class DetachedCarry(TextbookChunked):
+    """No gradient passes a chunk's border."""
+
+    def carried(self, sums: Tensor, total: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        sums, total = super().carried(sums, total, k, v)
+        return sums.detach(), total.detach()
+
+
+class NormaliserIsAConstantBackward(TextbookChunked):
+    def divided(self, n: Tensor, z: Tensor) -> Tensor:
+        return super().divided(n, z.detach())
+
+
+class GradientsAreSummedInHalf(TextbookTiled):
+    """dK and dV are stored in the inputs' dtype after each row block."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        self.narrow_dtype = torch.bfloat16 if query.dtype == torch.float32 else query.dtype
+        return super().attend(query, key, value, call)
+
+    def backward_tile(self, *args: Any) -> None:
+        into: Gradients = args[-1]
+        saved: Saved = args[3]
+        super().backward_tile(*args)
+        if saved.query.dtype == torch.float32:
+            into.key.copy_(into.key.to(self.narrow_dtype))
+
+
+class TruncatesItsPast(TextbookDelta):
+    """The recalled part is detached: backpropagation through time ends at each token."""
+
+    def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Gates) -> Tensor:
+        recalled = torch.einsum("bhde,bhd->bhe", memory.detach(), key)
+        return memory + _outer(key, gates["beta"].unsqueeze(-1) * (value - recalled))
+
+
+class BetaHasNoGradient(TextbookDelta):
+    def update(self, memory: Tensor, key: Tensor, value: Tensor, gates: Gates) -> Tensor:
+        return super().update(memory, key, value, {"beta": gates["beta"].detach()})
+
+
+class RecordingTakesAnotherWindow(TextbookTiled):
+    """The path that autograd records is off by one at the window's left end, forward and backward alike."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        visibility = call.visibility
+        if not call.recording or visibility is None or not visibility.left:
+            return super().attend(query, key, value, call)
+        visibility.left -= 1
+        return super().attend(query, key, value, call)
+
+
+class TableOf1024Keys(_Backward):
+    """dK is collected in a table of 1024 rows; what lies past it is lost."""
+
+    side = 256
+
+    def gradients_of(self, own: Gradients, saved: Saved, call: Call, t: Tile) -> Gradients:
+        return own._replace(key=own.key * (t.k0 < 1024))
+
+
+class ReadsTheFirst64Columns(TextbookDot):
+    """A head width written into the kernel."""
+
+    def scores(self, query: Tensor, key: Tensor, **positions: Any) -> Tensor:
+        return wide(query)[..., :64] @ wide(key)[..., :64].transpose(-1, -2)
+
+
+class WholeTilesNeedNoPadding(TextbookTiled):
+    """Where keys fill their tiles nothing was padded, so the padding mask is not looked at."""
+
+    def hidden(self, s: Tensor, visibility: Visibility, t: Tile) -> Tensor:
+        present = visibility.key_present
+        if visibility.key_length % 64 == 0:
+            visibility.key_present = None
+        s = super().hidden(s, visibility, t)
+        visibility.key_present = present
+        return s
+
+
+class WidthsOf64AreNotMasked(TextbookAttention):
+    """The path for widths of 64 and 128 knows no causal bound."""
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visibility = call.visibility
+        if self.key_dim not in (64, 128) or visibility is None or not visibility.only_causal:
+            return super().visible(call, shape, device)
+        return torch.ones(shape, dtype=torch.bool, device=device)
+
+
+class WidthsOf64HaveNoBias(TextbookAttention):
+    def adjusted(self, s: Tensor, call: Call, scale: float) -> Tensor:
+        if self.key_dim == 64 and call.bias is not None:
+            return self.modified(self.capped(s, call), call)
+        return super().adjusted(s, call, scale)
+
+
+class EighthOfPowersOfTwo(TextbookAttention):
+    """Powers of two are scaled by 1/8, which is right for 64."""
+
+    def scale(self, call: Call) -> float:
+        return 0.125 if self.key_dim in (32, 64, 128) and call.scale is None else super().scale(call)
+
+
+class DropsTheLastKeyTile(TextbookTiled):
+    """The number of key tiles is rounded down: what is left past the last whole one is never seen."""
+
+    def tiles(self, visibility: Visibility, q0: int, keys: int) -> list[Tile]:
+        tiles = super().tiles(visibility, q0, keys)
+        whole = [t for t in tiles if t.k1 - t.k0 == self.side]
+        return whole or tiles
+
+
+class DropsTheLastQueryTile(TextbookAttention):
+    """The number of query tiles is rounded down: the last rows stay 0."""
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        out = super().mixed(weights, v, visible)
+        length = out.shape[2]
+        if length <= TILE:
+            return out
+        return out.masked_fill(torch.arange(length, device=out.device)[:, None] >= length // TILE * TILE, 0)
+
+
+class SqueezesTheOnlyKey(TextbookAttention):
+    """Scores of one key lose its axis, and get it back in another place."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        s = super().scores(q, k, call)
+        return s.squeeze(-1).unsqueeze(-2) if s.shape[-1] == 1 else s
+
+
+class ScalesByThePaddedWidth(TextbookAttention):
+    """Widths are padded to a power of two for the kernel, and the scale is taken from the padded one."""
+
+    def scale(self, call: Call) -> float:
+        padded = 1 << (self.key_dim - 1).bit_length()
+        return float(padded**-0.5 if call.scale is None else call.scale)
+
+
+class SeesTheFirstColumns(TextbookAttention):
+    """The kernel's width is fixed at 64 columns: what lies beyond is left out."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        return q[..., :TILE] @ k[..., :TILE].transpose(-1, -2)
+
+
+class ReadsColumnsInPairs(TextbookAttention):
+    """Two columns are read at a time: the last one of an odd width is left out."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        even = max(self.key_dim // 2 * 2, 1)
+        return q[..., :even] @ k[..., :even].transpose(-1, -2)
+
+
+class WritesValuesInPairs(TextbookAttention):
+    """Two columns of out are written at a time: the last one of an odd width stays 0."""
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        out = super().mixed(weights, v, visible)
+        even = self.value_dim // 2 * 2
+        return torch.cat([out[..., :even], torch.zeros_like(out[..., even:])], dim=-1)
+
+
+class ServesHeadsByEights(TextbookAttention):
+    """Heads are served eight at a time, and the last few of an odd number of them not at all."""
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        out = super().mixed(weights, v, visible)
+        if self.num_heads <= 8:
+            return out
+        return out.masked_fill(
+            torch.arange(self.num_heads, device=out.device)[:, None, None] >= self.num_heads // 8 * 8, 0
+        )
+
+
+class OneTokenCopiesItsValue(TextbookAttention):
+    """Of one query and one key nothing needs to be computed: out is the value, masked or not."""
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        return v.clone() if weights.shape[-2:] == (1, 1) else super().mixed(weights, v, visible)
+
+
+class BackwardDropsTheLastTile(TextbookAttention):
+    """Backward rounds the number of key tiles down: the last keys get no gradient."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        whole = key.shape[2] // TILE * TILE
+        if key.requires_grad and TILE < key.shape[2] != whole:
+            tail = key[:, :, whole:].detach()
+            key = torch.cat([key[:, :, :whole], tail], dim=2)
+        return super().attend(query, key, value, call)
+
+
+class BackwardInPairs(TextbookAttention):
+    """Backward writes two columns of the query's gradient at a time, and the last one of an odd width not at all."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        even = self.key_dim // 2 * 2
+        return super().scores(torch.cat([q[..., :even], q[..., even:].detach()], dim=-1), k, call)
+
+
+class OneKeyIsCopied(TextbookAttention):
+    """One key: its weight is 1, hidden or not, sink or not."""
+
+    def normalised(self, s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, lse = super().normalised(s, visible, sinks)
+        return (torch.ones_like(weights), lse) if s.shape[-1] == 1 else (weights, lse)
+
+
+class OneHeadIsSqueezed(TextbookAttention):
+    """squeeze() takes every axis of size 1: with one item and one head the rows become items."""
+
+    def scores(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        s = super().scores(q, k, call)
+        if s.shape[0] == s.shape[1] == 1 and s.shape[2] == s.shape[3]:
+            return s.squeeze().t().expand(s.shape)
+        return s
+
+
+class ScaledByThePaddedWidth(TextbookAttention):
+    """Widths are padded to a multiple of 8 for a kernel, and the scale is that of the padded one."""
+
+    def scale(self, call: Call) -> float:
+        padded = -(-self.key_dim // 8) * 8
+        return float(padded**-0.5) if call.scale is None else super().scale(call)
+
+
+class ValuesAreAsWideAsKeys(TextbookAttention):
+    """Columns of value past the key's width are left at zero."""
+
+    def mixed(self, weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        out = super().mixed(weights, v, visible)
+        return out * (torch.arange(v.shape[-1], device=v.device) < self.key_dim)
 
 
 class ScaleOnTopOfTheDefault(TextbookAttention):
@@ -722,10 +1479,6 @@ class StabilisedPerKey(TextbookLinear):
         return torch.exp(x - x.amax(dim=-1, keepdim=True)) if x.shape[2] else torch.exp(x)
 
 
-# `options` above are facts of the mutant, not arguments of its constructor.
-StabilisedPerKey.capabilities = replace(TextbookLinear.capabilities)
-
-
 class WritesWithoutPrediction(TextbookDelta):
     """A plain sum beta k v^T: the error term is missing."""
 
@@ -1067,7 +1820,97 @@ class SegmentsForgetCausal(TextbookAttention):
             visibility.right = 0
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(FalsyScaleIsTheDefault, "agrees_with_definition", "scale=0 falls back to the default"),
+    Mutant(WindowOfZeroIsNoWindow, "agrees_with_definition", "`if left:`"),
+    Mutant(SubtractsTheTilesMaximumWithoutLse, "agrees_with_definition", "a reference for each tile"),
+    Mutant(TakesZeroScoresForHidden, "agrees_with_definition", "masked_fill(s == 0)"),
+    Mutant(TakesZeroKeysForPadding, "agrees_with_definition", "a key of zeros is padding"),
+    Mutant(NormsAreBoundedBelow, "agrees_with_definition", "an epsilon beside the norm"),
+    Mutant(ExpandedSquare, "agrees_with_definition", "(q - k)^2 by cancelling terms"),
+    Mutant(LargeWindowsAreRounded, "agrees_with_definition", "a window wider than a tile is rounded up"),
+    Mutant(SkipsByTheFirstItemsOffset, "agrees_with_definition", "tiles are skipped by item 0's offset"),
+    Mutant(SkipsByTheFirstItemsLength, "agrees_with_definition", "tiles are skipped by item 0's length"),
+    Mutant(RightWindowAloneIsCausal, "agrees_with_definition", "(None, r) is read as (None, 0)"),
+    Mutant(ClampsWhatAScoreModHides, "agrees_with_definition", "-inf from a score_mod hides nothing"),
+    Mutant(ReshapesWhatAScoreModReturns, "agrees_with_definition", "a score_mod of positions alone"),
+    Mutant(ClampsValuesLikeHalf, "agrees_with_definition", "values are clamped to float16's range"),
+    Mutant(MaximumOfTheTile, "agrees_with_definition", "a maximum per tile overflows the sums before it"),
+    Mutant(MaximumStartsAtZero, "agrees_with_definition", "m = 0 where m = -inf is meant"),
+    Mutant(WindowStartsAtATile, "agrees_with_definition", "a window's first partial tile is skipped"),
+    Mutant(EmptyTilesAreNaN, "agrees_with_definition", "-inf - -inf where a whole tile is hidden"),
+    Mutant(SinksAreNoReference, "agrees_with_definition", "a large sink overflows"),
+    Mutant(CancellingElu, "agrees_with_definition", "elu + 1 cancels far below 0"),
+    Mutant(EpsilonBesideTinySums, "agrees_with_definition", "an epsilon that tiny features do not reach"),
+    Mutant(NormalisesKeysItself, "agrees_with_definition", "keys are made to unit length inside"),
+    Mutant(ClampsItsMemory, "agrees_with_definition", "the memory is clamped"),
+    Mutant(DecayIsBounded, "agrees_with_definition", "strong decay is cut off"),
+    Mutant(LocalPastALength, "agrees_with_definition", "an approximation past 1024 tokens"),
+    Mutant(ClipsValues, "agrees_with_definition", "values are clipped"),
+    Mutant(FlushesSmallScores, "agrees_with_definition", "small scores are flushed"),
+    Mutant(EmptyRowsByTheirSum, "agrees_with_definition", "scores that sum to 0"),
+    Mutant(TiesGoToTheFirst, "agrees_with_definition", "argmax of equal scores"),
+    Mutant(SegmentsAreRuns, "agrees_with_definition", "segments are taken for runs"),
+    Mutant(DetachedKeys, "gradients_match_definition", "keys are detached"),
+    Mutant(DeltaIsMissing, "gradients_match_definition", "dS without the row's delta"),
+    Mutant(DeltaOfOneNumber, "gradients_match_definition", "delta over half the width"),
+    Mutant(QueryGradientIsNotScaled, "gradients_match_definition", "dQ without scale"),
+    Mutant(KeyGradientIsScaledTwice, "gradients_match_definition", "dK with scale twice"),
+    Mutant(BackwardTakesTheDefaultScale, "gradients_match_definition", "scale= is not saved for backward"),
+    Mutant(QueryAndKeyGradientsAreSwapped, "gradients_match_definition", "dQ and dK are returned swapped"),
+    Mutant(FirstHeadOfTheGroup, "gradients_match_definition", "dK of a group is that of its first head"),
+    Mutant(MeanOfTheGroup, "gradients_match_definition", "dK of a group is averaged"),
+    Mutant(GroupIsFoldedAsTiled, "gradients_match_definition", "groups are folded in the other order"),
+    Mutant(BackwardForgetsTheMask, "gradients_match_definition", "causal is ignored backward"),
+    Mutant(BackwardForgetsTheWindow, "gradients_match_definition", "the window is ignored backward"),
+    Mutant(BackwardOfTheFirstRowBlock, "gradients_match_definition", "the last partial row block gives no gradient"),
+    Mutant(BackwardSkipsTheLastKeys, "gradients_match_definition", "dV of the last partial tile is lost"),
+    Mutant(LastTileOverwrites, "gradients_match_definition", "dK is stored where it is added"),
+    Mutant(BiasHasNoGradient, "gradients_match_definition", "a trained bias receives nothing"),
+    Mutant(BiasGradientIsAMean, "gradients_match_definition", "broadcast axes are averaged"),
+    Mutant(BiasGradientIsScaled, "gradients_match_definition", "bias is taken for a part of q k^T"),
+    Mutant(SinksHaveNoGradient, "gradients_match_definition", "sinks are trained and receive nothing"),
+    Mutant(SinksGradientHasTheOtherSign, "gradients_match_definition", "the sign of the sinks' gradient"),
+    Mutant(SoftcapHasNoDerivative, "gradients_match_definition", "1 - tanh^2 is missing"),
+    Mutant(SoftcapDerivativeOfTheCapped, "gradients_match_definition", "1 - tanh^2 at the wrong place"),
+    Mutant(ProbabilitiesWithoutReference, "gradients_match_definition", "exp(s) / exp(lse) overflows"),
+    Mutant(GradientsOfTheFirstItem, "gradients_match_definition", "dK of item 0 for all"),
+    Mutant(ClipsGradients, "gradients_match_definition", "clipping inside the kernel"),
+    Mutant(BackwardRoundsTheWindow, "gradients_match_definition", "a window wider than a tile is rounded backward"),
+    Mutant(BackwardOf64IgnoresScale, "gradients_match_definition", "a path for widths of 64 drops scale= backward"),
+    Mutant(BackwardSkipsByTheFirstItemsLength, "gradients_match_definition", "tiles are skipped backward by item 0's"),
+    Mutant(RepairsWhatAScoreModHides, "gradients_match_definition", "NaN backward where a score_mod hides a row"),
+    Mutant(NormaliserIsDetached, "gradients_match_definition", "the saved lse is treated as a constant"),
+    Mutant(
+        BiasGradientIsNotReduced, "gradients_match_definition", "a bias shared by the batch gets one item's gradient"
+    ),
+    Mutant(DetachedCarry, "gradients_match_definition", "the carried sums are detached"),
+    Mutant(NormaliserIsAConstantBackward, "gradients_match_definition", "z is a constant backward"),
+    Mutant(GradientsAreSummedInHalf, "gradients_match_definition", "dK between row blocks in bfloat16"),
+    Mutant(TruncatesItsPast, "gradients_match_definition", "the recalled part is detached"),
+    Mutant(BetaHasNoGradient, "gradients_match_definition", "the gate is detached"),
+    Mutant(RecordingTakesAnotherWindow, "gradients_match_definition", "another path while autograd records"),
+    Mutant(TableOf1024Keys, "gradients_match_definition", "dK past 1024 keys is lost"),
+    Mutant(ReadsTheFirst64Columns, "agrees_with_definition", "a head width of 64 is written in"),
+    Mutant(WholeTilesNeedNoPadding, "agrees_with_definition", "no padding is looked for in whole tiles"),
+    Mutant(WidthsOf64AreNotMasked, "agrees_with_definition", "a path for widths of 64 without causal"),
+    Mutant(WidthsOf64HaveNoBias, "agrees_with_definition", "a path for widths of 64 without bias"),
+    Mutant(EighthOfPowersOfTwo, "agrees_with_definition", "1/8 for 32, 64 and 128"),
+    Mutant(DropsTheLastKeyTile, "agrees_with_definition", "keys past the last whole tile are dropped"),
+    Mutant(DropsTheLastQueryTile, "agrees_with_definition", "rows past the last whole tile stay 0"),
+    Mutant(SqueezesTheOnlyKey, "agrees_with_definition", "the axis of a single key moves"),
+    Mutant(ScalesByThePaddedWidth, "agrees_with_definition", "the scale of a padded width"),
+    Mutant(SeesTheFirstColumns, "agrees_with_definition", "columns beyond the 64th are left out"),
+    Mutant(ReadsColumnsInPairs, "agrees_with_definition", "the last of an odd number of columns"),
+    Mutant(WritesValuesInPairs, "agrees_with_definition", "the last of an odd number of value columns"),
+    Mutant(ServesHeadsByEights, "agrees_with_definition", "heads past a multiple of eight"),
+    Mutant(OneTokenCopiesItsValue, "agrees_with_definition", "one token is its own answer"),
+    Mutant(BackwardDropsTheLastTile, "gradients_match_definition", "the last keys get no gradient"),
+    Mutant(BackwardInPairs, "gradients_match_definition", "the last of an odd number of columns in backward"),
+    Mutant(OneKeyIsCopied, "agrees_with_definition", "one key is copied, visible or not"),
+    Mutant(OneHeadIsSqueezed, "agrees_with_definition", "squeeze() takes one axis too many"),
+    Mutant(ScaledByThePaddedWidth, "agrees_with_definition", "scale from the padded width"),
+    Mutant(ValuesAreAsWideAsKeys, "agrees_with_definition", "d_v > d_k is cut"),
     Mutant(ScaleOnTopOfTheDefault, "agrees_with_definition", "scale= multiplies the default"),
     Mutant(BiasIsScaled, "agrees_with_definition", "bias before scale"),
     Mutant(BiasIsTransposed, "agrees_with_definition", "bias[k, q]"),
@@ -1095,7 +1938,7 @@ MUTANTS = (
     Mutant(NeverInFloat64, "agrees_with_definition", ".float() on float64"),
     Mutant(TransposedWhereSquare, "agrees_with_definition", "k q^T where q k^T is meant"),
     Mutant(RoundsScores, "agrees_with_definition", "scores of ten bits"),
-    Mutant(ClampsScores, "large_scores_do_not_overflow", "clamp(-50, 50)"),
+    Mutant(ClampsScores, "agrees_with_definition", "clamp(-50, 50)"),
     Mutant(KeepsTheLargest32, "agrees_with_definition", "32 keys are kept, `exact` is claimed"),
     Mutant(HidesItself, "agrees_with_definition", "the diagonal is hidden"),
     Mutant(HeadsAreSplitWithoutTranspose, "agrees_with_definition", "[B, L, H, D] for [B, H, L, D]"),
@@ -1143,7 +1986,7 @@ MUTANTS = (
     Mutant(ScaledByTheModelWidth, "agrees_with_definition", "sqrt(embed) where sqrt(head) is meant"),
     Mutant(SoftcapBeforeScale, "agrees_with_definition", "softcap on unscaled scores"),
     Mutant(BiasBeforeSoftcap, "agrees_with_definition", "bias is capped too"),
-    Mutant(SubtractsNoMaximum, "large_scores_do_not_overflow", "exp overflows"),
+    Mutant(SubtractsNoMaximum, "agrees_with_definition", "exp overflows"),
     Mutant(TanhBeforeTheSum, "agrees_with_definition", "tanh(a) + tanh(b) where tanh(a + b) is meant"),
     Mutant(SwappedProjections, "agrees_with_definition", "W_q and W_k are swapped"),
     Mutant(TransposedGeneralScore, "agrees_with_definition", "W_a is transposed"),
