@@ -104,21 +104,6 @@ def feed(variant: Any, inputs: Inputs, sizes: Sequence[int], capacity: int | Non
     return torch.cat([answer.out for answer in answers], dim=2), answers[-1].state
 
 
-def feedings(n: int, every: bool) -> Iterator[tuple[str, list[int], int | None]]:
-    """Ways to feed n tokens: in words, the chunks' sizes, the state's capacity. Not `every` way: two that differ most."""
-    ones, twos, threes = ([size] * (n // size) + [n % size] * (n % size > 0) for size in (1, 2, 3))
-    yield "one by one", ones, n
-    yield "with empty chunks", [0, 3, 0, n - 3], None
-    if every:
-        yield "one by one", ones, None
-        yield "in twos", twos, n + 5
-        yield "in threes", threes, None
-        yield "in two chunks", [n // 2 - 1, n - n // 2 + 1], n
-        yield "in one chunk", [n], None
-        yield "in one chunk", [n], n + 5
-        yield "with empty chunks", [0, 3, 0, n - 3, 0, 0], n
-
-
 def ends_of(sizes: Sequence[int]) -> list[int]:
     """For each token the end of its chunk."""
     ends: list[int] = []

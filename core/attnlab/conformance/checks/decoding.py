@@ -69,7 +69,7 @@ def split(length: int, chance: random.Random, multiple: int = 1) -> list[int]:
     """
     if multiple > 1:
         return [multiple * size for size in split(length // multiple, chance)]
-    sizes = [min(length, chance.choice((0, 1, 3, 16, 33, length // 2, length)))]
+    sizes = [min(length, chance.choice((0, 1, 3, 16, 33, 65, length // 2, length, length)))]
     while sum(sizes) < length:
         size = chance.choice((1, 1, 1, 1, 2, 5, 0, 17, 64))
         ones = chance.choice((1, 1, 6)) if size == 1 else 1

@@ -213,15 +213,28 @@ def _requests(scope: Scope) -> Iterable[Case]:
     yield from scope.requests(quick=36)
     yield from scope.cases(*(name for name in scope.space.axes.get("contents", ()) if name))
     yield from scope.cases(*("+".join(labels) for labels in MEANS))
+    if not scope.quick:
+        yield from _long(scope)
     yield from (case(dtype=dtype) for dtype in scope.dtypes)
 
 
+def _long(scope: Scope) -> Iterable[Case]:
+    """Past usual tiles, and past lengths at which another path may be taken, with little else."""
+    if scope.stepwise:
+        return
+    contents = [name for name in scope.space.axes.get("contents", ()) if name]
+    yield from scope.cases(*contents, "causal", batch=1, query_length=300, key_length=300)
+    yield from (case("causal", batch=1, query_length=577, key_length=577, dtype=d) for d in scope.other_dtypes)
+    yield from scope.cases("", "causal", batch=1, num_heads=1, num_kv_heads=1, query_length=1100, key_length=1100)
+    yield from scope.cases("", batch=1, num_heads=1, num_kv_heads=1, query_length=3, key_length=4200)
+
+
 def _recorded(scope: Scope) -> Iterable[Case]:
-    """No contents at kinks, none whose gradients are all cancellation, and large queries beside one other argument at most."""
+    """No contents at kinks, and none whose gradients are all cancellation."""
     for one in scope.requests("backward", full=400, seed=1000):
         if one.dtype == "float16" and "large_values" in one.features:  # where gradients overflow
             continue
-        if not (KINKS | UNEVEN) & set(one.features) and (len(one.features) <= 2 or "large_queries" not in one.features):
+        if not (KINKS | UNEVEN | {"large_queries"}) & set(one.features):
             yield one
 
 

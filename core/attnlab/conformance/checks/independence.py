@@ -287,7 +287,7 @@ def _grouped(row: Row) -> Row | None:
 def _heads(scope: Scope) -> Iterable[Case]:
     without = ("contents", "layout")
     yield from scope.requests(without=without, change=_several_heads, full=24, quick=6, seed=22000)
-    yield from scope.cases("", num_heads=3, num_kv_heads=3)
+    yield from scope.cases("", "bias", "mask_per_head", "sinks", "bias=heads", num_heads=3, num_kv_heads=3)
 
 
 def _groups(scope: Scope) -> Iterable[Case]:

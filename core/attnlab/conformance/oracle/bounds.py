@@ -64,25 +64,6 @@ def defined_and_bound(
     )
 
 
-def exact_and_bound_of_draws(variant: Any, draws: Sequence[Inputs]) -> tuple[Tensor, Bound]:
-    """The float64 out of the first draw, and the bound whose plain error is the largest of all draws.
-
-    For ill-conditioned contents: where scores are in the hundreds one rounding of a score moves the output as much as all
-    other roundings together. The error of one draw may be luckily small, and another correct order of the same sums may err
-    by more than twice of it.
-    """
-    require_exact(variant, draws[0])
-    visible = [inputs.visible() for inputs in draws]
-
-    def answer(dtype: torch.dtype) -> Tensor:
-        return torch.stack(
-            [define(variant, x, dtype=dtype, visible=v)["out"] for x, v in zip(draws, visible, strict=True)]
-        )
-
-    exact, limit = measured(draws[0].case, answer, max(largest(inputs.value) for inputs in draws))
-    return exact[0], limit
-
-
 def exact_gradients_and_bounds(
     variant: Any, inputs: Inputs, direction: Tensor, rows: Sequence[int] | None = None
 ) -> dict[str, tuple[Tensor, Bound]]:

@@ -194,7 +194,7 @@ def hides_by_score(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
 
 def scores_by_place(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
     """A score_mod that puts a number of positions in the place of the score."""
-    placed: Tensor = 0.1 * (k - q).to(score.dtype) + 0 * score
+    placed: Tensor = 0.1 * (k - q).to(score.dtype)
     return placed
 
 
@@ -378,7 +378,10 @@ ENDS: Mapping[str, Feature] = MappingProxyType(
         "bias=items": _shaped("bias", lambda c: (c.batch, 1, c.query_length, c.key_length)),
         "bias=shared": _shaped("bias", lambda c: (1, 1, c.query_length, c.key_length)),
         "bias=head_and_key": _shaped("bias", lambda c: (1, c.num_heads, 1, c.key_length)),
-        "bias=least": _built("bias", "bias", lambda c, g: _least_bias(c)),
+        # of a softmax, from which a constant may be taken away: any other formula adds it to scores whose digits it swallows
+        "bias=least": Feature(("bias", "lse"), ("bias",), build=lambda c, g: {"bias": _least_bias(c)}),
+        "gates=strong": Feature(("gates",), ("gates",)),
+        "gates=weak": Feature(("gates",), ("gates",)),
         "bias=large": _built("bias", "bias", lambda c, g: _large_bias(c)),
         "score_mod_hides": _fixed("score_mod", score_mod=hides_by_score),
         "score_mod_of_places": _fixed("score_mod", score_mod=scores_by_place),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -249,10 +250,12 @@ def draw(case: Case, variant: Any) -> Inputs:
 def draw_gates(variant: Any, case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     """One tensor in range for every gate that the variant declares."""
     gates = {}
+    strength = 40.0 if "gates=strong" in case.features else 1e-3 if "gates=weak" in case.features else 1.0
     for name, spec in getattr(variant, "gates", {}).items():
         shape = [case.batch, case.num_kv_heads, case.key_length]
         x = normal(generator, *shape, case.key_dim) if spec.shape.endswith("Dk]") else normal(generator, *shape)
-        gates[name] = torch.sigmoid(x) if spec.range == "(0,1)" else -torch.nn.functional.softplus(x)
+        rate = -strength * torch.nn.functional.softplus(x)
+        gates[name] = torch.sigmoid(x + math.log(strength)) if spec.range == "(0,1)" else rate
     return gates
 
 

@@ -49,6 +49,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "softcap": ("softcap", "softcap=10000.0", "softcap=0.05", "softcap=1", "softcap=150.0"),
     "score_mod": ("score_mod", "score_mod_hides", "score_mod_of_places"),
     "sinks": ("sinks", "sinks=200", "sinks=-inf", "sinks=0"),
+    "gates": ("gates=strong", "gates=weak"),
     "scale": ("scale", "negative_scale", "scale=0.0", "scale=1", "scale=-0.0"),
 }
 """Labels by argument; a request has one of them or none. `Lk` stands for the number of keys."""
@@ -73,7 +74,21 @@ FAR = ("offset=99", "offset=-99")
 BATCHES = (2, 1, 3, 9)
 HEADS = ((2, 2), (4, 2), (3, 1), (1, 1), (6, 2), (3, 3), (8, 8), (12, 3))
 LENGTHS = (
-    *((7, 7), (5, 9), (9, 5), (1, 7), (1, 1), (16, 16), (17, 17), (31, 33), (32, 32), (64, 64), (65, 65), (3, 129)),
+    *(
+        (7, 7),
+        (5, 9),
+        (9, 5),
+        (1, 7),
+        (5, 1),
+        (1, 1),
+        (16, 16),
+        (17, 17),
+        (31, 33),
+        (32, 32),
+        (64, 64),
+        (65, 65),
+        (3, 129),
+    ),
     *((70, 16), (66, 131), (128, 128), (137, 137), (1, 256), (257, 257), (260, 64), (5, 513), (513, 513), (577, 577)),
 )
 WIDTHS = (
@@ -303,7 +318,7 @@ def covering(space: Space, *, full: bool = True, seed: int = 0, most: int = 1200
         row = _row_around(space, places, wanted, names, chance)
         if row is not None:
             wanted -= _covered(row, names)
-            rows.append(row)
+            rows.append({**row, "alone": number < len(alone) and sum(places.values()) == 1})
     return rows
 
 

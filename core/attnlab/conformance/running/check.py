@@ -76,18 +76,19 @@ class Scope:
         """Requests of the covering design, for a check that needs these askables.
 
         without: axes that are left at their plain value. change: what becomes of a row, None where it is left out. full, quick: as many
-        of them, evenly spread, in a full and in a quick run. seed: that of the numbers, and of which requests are kept.
+        of them, evenly spread, in a full and in a quick run, beside those that ask for one argument alone. seed: that of the numbers, and of which requests are kept.
         """
         space = self.space
         plain = {name: space.axes[name][0] for name in without if name in space.axes}
         cases: dict[str, Case] = {}
+        alone: dict[str, Case] = {}
         for number, row in enumerate(designed(space, full=not self.quick)):
             changed: Row | None = {**row, **plain}
             changed = change(changed) if change is not None and changed is not None else changed
             if changed is not None and space.allows(changed):
                 one = replace(space.case(changed, seed + number), needs=needs)
-                cases.setdefault(replace(one, seed=0).id, one)
-        return spread(list(cases.values()), quick if self.quick else full, seed)
+                (alone if row["alone"] else cases).setdefault(replace(one, seed=0).id, one)
+        return [*alone.values(), *spread(list(cases.values()), quick if self.quick else full, seed)]
 
     def declared(self, *labels: str) -> tuple[str, ...]:
         """Those labels whose every askable is declared."""

@@ -97,7 +97,7 @@ def kill(mutant: Mutant, check: str = "") -> Kill:
     cases, topic, message = 0, "", ""
     with _registered(mutant) as subject, _precision_restored():
         for quick in (True, False) if check == mutant.owner else (True,):
-            for result in iter_checks(subject, only=check, quick=quick):
+            for result in iter_checks(subject, only=check, quick=quick, shrink=False):
                 cases, topic = cases + 1, result.topic
                 if not result.ok:
                     message = result.message

@@ -51,8 +51,9 @@ def iter_checks(
     case: str | None = None,
     quick: bool = False,
     device: str = "cpu",
+    shrink: bool = True,
 ) -> Iterator[CheckResult]:
-    """The results of `run_checks` one by one, as they come."""
+    """The results of `run_checks` one by one, as they come; not `shrink`: failures too, as they are."""
     checks = selected(only)
     subject = subject_of(variant, device)
     known = known_failures_of(subject)
@@ -68,7 +69,7 @@ def iter_checks(
             matched = True
             result = execute(subject, planned, expected)
             statuses.append(result.status)
-            if result.ok or planned.case is None:
+            if result.ok or planned.case is None or not shrink:
                 yield result
             else:
                 failed.append((planned, result))

@@ -39,11 +39,11 @@ from attnlab_evaluations.suite_proof.correct.textbook_tiled import Gradients, Sa
 from attnlab_evaluations.suite_proof.mutants._shared import _Backward, _Exp, _length, _outer, _Relu
 from attnlab_evaluations.suite_proof.mutants.weights import SubtractsTheTilesMaximum
 
-Row = tuple[Tensor, Tensor, Tensor]
-Gates = Mapping[str, Tensor]
-Role = Literal["query", "key"]
 Shape = tuple[int, int, int, int]
+Gates = Mapping[str, Tensor]
+Row = tuple[Tensor, Tensor, Tensor]
 TILE = 64
+Role = Literal["query", "key"]
 
 
 class FalsyScaleIsTheDefault(TextbookAttention):
@@ -210,17 +210,6 @@ class EmptyTilesAreNaN(TextbookTiled):
         higher, new_z, new_n = super().joined(m, z, n, s, v, call, seed, t)
         spoiled = torch.where(higher > -torch.inf, 0.0, float("nan")) * bool(t.k0 or t.q0)
         return higher, new_z + spoiled, new_n + spoiled
-
-
-class SinksAreNoReference(TextbookTiled):
-    """exp(sink - m) with the maximum of the scores alone: a large sink overflows."""
-
-    def finished(self, m: Tensor, z: Tensor, n: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        if sinks is None:
-            return super().finished(m, z, n, sinks)
-        alive = m > -torch.inf
-        z = torch.where(alive, z + torch.exp(sinks[:, None, None] - m), 1)
-        return torch.where(alive, n / z, 0), torch.where(alive, m + z.log(), -torch.inf)
 
 
 class CancellingElu(TextbookMaps):
@@ -1820,6 +1809,24 @@ class SegmentsForgetCausal(TextbookAttention):
             visibility.right = 0
 
 
+class PositionsInTheQuerysDtype(TextbookAttention):
+    """arange(dtype=query.dtype): bfloat16 counts to 256."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        self.counted_in = query.dtype
+        return super().attend(query, key, value, call)
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visibility = call.visibility
+        if visibility is None or not visibility.only_causal or visibility.query_positions.dim() != 1:
+            return super().visible(call, shape, device)
+        q, k = (x.to(self.counted_in) for x in (visibility.query_positions, visibility.key_positions))
+        visibility.right = None
+        rest = super().visible(call, shape, device)
+        visibility.right = 0
+        return rest & (k <= q[:, None])
+
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(FalsyScaleIsTheDefault, "agrees_with_definition", "scale=0 falls back to the default"),
     Mutant(WindowOfZeroIsNoWindow, "agrees_with_definition", "`if left:`"),
@@ -1839,7 +1846,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(MaximumStartsAtZero, "agrees_with_definition", "m = 0 where m = -inf is meant"),
     Mutant(WindowStartsAtATile, "agrees_with_definition", "a window's first partial tile is skipped"),
     Mutant(EmptyTilesAreNaN, "agrees_with_definition", "-inf - -inf where a whole tile is hidden"),
-    Mutant(SinksAreNoReference, "agrees_with_definition", "a large sink overflows"),
     Mutant(CancellingElu, "agrees_with_definition", "elu + 1 cancels far below 0"),
     Mutant(EpsilonBesideTinySums, "agrees_with_definition", "an epsilon that tiny features do not reach"),
     Mutant(NormalisesKeysItself, "agrees_with_definition", "keys are made to unit length inside"),
@@ -2033,4 +2039,5 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(WindowForgetsThePadding, "agrees_with_definition", "window and key_mask together"),
     Mutant(SegmentsForgetCausal, "agrees_with_definition", "segments and causal together"),
     Mutant(FarMemoryIsCut, "agrees_with_definition", "keys before the last 4096 are forgotten"),
+    Mutant(PositionsInTheQuerysDtype, "agrees_with_definition", "positions are counted in bfloat16"),
 )

@@ -19,6 +19,17 @@ from attnlab_evaluations.suite_proof.mutants._shared import _Backward, _Returned
 Shape = tuple[int, int, int, int]
 
 
+class SinksAreNoReference(TextbookTiled):
+    """exp(sink - m) with the maximum of the scores alone: a large sink overflows."""
+
+    def finished(self, m: Tensor, z: Tensor, n: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        if sinks is None:
+            return super().finished(m, z, n, sinks)
+        alive = m > -torch.inf
+        z = torch.where(alive, z + torch.exp(sinks[:, None, None] - m), 1)
+        return torch.where(alive, n / z, 0), torch.where(alive, m + z.log(), -torch.inf)
+
+
 class SubtractsTheTilesMaximum(TextbookDot):
     """It cancels in one tile's softmax; not in lse, and not between tiles."""
 
@@ -175,6 +186,7 @@ class LseIsDetachedHalfway(_Returned):
 
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(SinksAreNoReference, "lse_matches_definition", "a large sink overflows"),
     Mutant(SubtractsTheTilesMaximum, "lse_matches_definition", "a maximum that lse misses"),
     Mutant(ForgetsTheQuerysNorm, "lse_matches_definition", "a term that cancels in the softmax alone"),
     Mutant(WeightsAfterDropout, "weights_of_a_row_sum_to_one", "weights are returned after dropout"),
