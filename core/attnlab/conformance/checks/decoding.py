@@ -12,6 +12,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,6 +214,8 @@ def _sequences(scope: Scope) -> Iterable[Case]:
         "state", "causal", without=("offset", "contents", "layout"), change=_causal, full=100, quick=16
     )
     if not scope.quick:
+        long: dict[str, Any] = {"needs": ("state",), "batch": 1, "query_length": LONGEST, "key_length": LONGEST}
+        yield from (replace(one, seed=n) for n in range(6) for one in scope.cases("causal", **long))
         yield from scope.requests("state", without=("causal", "offset", "contents"), change=_square, full=40, seed=2000)
 
 

@@ -225,12 +225,24 @@ def _long(scope: Scope) -> Iterable[Case]:
     contents = [name for name in scope.space.axes.get("contents", ()) if name]
     yield from scope.cases(*contents, "causal", batch=1, query_length=300, key_length=300)
     yield from (case("causal", batch=1, query_length=577, key_length=577, dtype=d) for d in scope.other_dtypes)
-    yield from scope.cases("", "causal", batch=1, num_heads=1, num_kv_heads=1, query_length=1100, key_length=1100)
-    yield from scope.cases("", batch=1, num_heads=1, num_kv_heads=1, query_length=3, key_length=4200)
+    padded = ("causal+key_mask_holes", "causal+segments", "causal+query_lengths+key_lengths")
+    yield from scope.usable(*padded, batch=1, query_length=600, key_length=600)
+    sloping = [name for name in contents if name in ("rising_scores", "falling_scores")]
+    yield from scope.cases("", "causal", *sloping, **ONE, query_length=1100, key_length=1100)
+    yield from scope.cases("", *sloping, **ONE, query_length=3, key_length=4200)
+    yield from scope.cases(*sloping[:1], **ONE, query_length=2300, key_length=2300)
+
+
+ONE: dict[str, Any] = {"batch": 1, "num_heads": 1, "num_kv_heads": 1}
+"""One item and head."""
 
 
 def _recorded(scope: Scope) -> Iterable[Case]:
     """No contents at kinks, and none whose gradients are all cancellation."""
+    if not scope.quick and not scope.stepwise:
+        more = {**ONE, "needs": ("backward",)}
+        yield from scope.cases("", "causal", **more, query_length=3, key_length=1100)
+        yield from scope.usable("causal+window=(100,0)", "window=(40,40)", **more, query_length=300, key_length=300)
     for one in scope.requests("backward", full=400, seed=1000):
         if one.dtype == "float16" and "large_values" in one.features:  # where gradients overflow
             continue

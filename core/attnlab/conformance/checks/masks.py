@@ -241,8 +241,11 @@ def _removal(scope: Scope) -> Iterable[Case]:
 
 
 def _hiding_finite(scope: Scope) -> Iterable[Case]:
-    """Pairs that a bias hides count too, for finite contents."""
-    return [*scope.cases("hiding_bias", "hiding_bias+gqa"), *_hiding(scope)]
+    """Pairs that a bias hides count too, for finite contents; and positions past what half precision counts to."""
+    yield from scope.cases("hiding_bias", "hiding_bias+gqa")
+    if not scope.quick and not scope.stepwise:
+        yield from (case("causal", batch=1, query_length=270, key_length=270, dtype=d) for d in scope.other_dtypes)
+    yield from _hiding(scope)
 
 
 def _given(scope: Scope) -> Iterable[Case]:

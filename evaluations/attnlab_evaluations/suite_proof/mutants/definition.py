@@ -39,11 +39,11 @@ from attnlab_evaluations.suite_proof.correct.textbook_tiled import Gradients, Sa
 from attnlab_evaluations.suite_proof.mutants._shared import _Backward, _Exp, _length, _outer, _Relu
 from attnlab_evaluations.suite_proof.mutants.weights import SubtractsTheTilesMaximum
 
-Shape = tuple[int, int, int, int]
-Gates = Mapping[str, Tensor]
-Row = tuple[Tensor, Tensor, Tensor]
-TILE = 64
 Role = Literal["query", "key"]
+Row = tuple[Tensor, Tensor, Tensor]
+Gates = Mapping[str, Tensor]
+TILE = 64
+Shape = tuple[int, int, int, int]
 
 
 class FalsyScaleIsTheDefault(TextbookAttention):
@@ -1809,24 +1809,6 @@ class SegmentsForgetCausal(TextbookAttention):
             visibility.right = 0
 
 
-class PositionsInTheQuerysDtype(TextbookAttention):
-    """arange(dtype=query.dtype): bfloat16 counts to 256."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
-        self.counted_in = query.dtype
-        return super().attend(query, key, value, call)
-
-    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
-        visibility = call.visibility
-        if visibility is None or not visibility.only_causal or visibility.query_positions.dim() != 1:
-            return super().visible(call, shape, device)
-        q, k = (x.to(self.counted_in) for x in (visibility.query_positions, visibility.key_positions))
-        visibility.right = None
-        rest = super().visible(call, shape, device)
-        visibility.right = 0
-        return rest & (k <= q[:, None])
-
-
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(FalsyScaleIsTheDefault, "agrees_with_definition", "scale=0 falls back to the default"),
     Mutant(WindowOfZeroIsNoWindow, "agrees_with_definition", "`if left:`"),
@@ -2039,5 +2021,4 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(WindowForgetsThePadding, "agrees_with_definition", "window and key_mask together"),
     Mutant(SegmentsForgetCausal, "agrees_with_definition", "segments and causal together"),
     Mutant(FarMemoryIsCut, "agrees_with_definition", "keys before the last 4096 are forgotten"),
-    Mutant(PositionsInTheQuerysDtype, "agrees_with_definition", "positions are counted in bfloat16"),
 )

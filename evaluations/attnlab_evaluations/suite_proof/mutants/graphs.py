@@ -13,8 +13,8 @@ from attnlab.hooks import Mutant
 from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, TextbookLinear
 from attnlab_evaluations.suite_proof.mutants._shared import CompilingTextbook, before_validation
 
-Role = Literal["query", "key"]
 Shape = tuple[int, int, int, int]
+Role = Literal["query", "key"]
 
 
 class ClaimsToCompile(TextbookAttention):

@@ -16,9 +16,9 @@ from attnlab_evaluations.suite_proof.correct.textbook import TextbookAttention, 
 from attnlab_evaluations.suite_proof.correct.textbook_scores import TextbookDot, TextbookLuong, wide
 from attnlab_evaluations.suite_proof.correct.textbook_sums import TextbookChunked, TextbookMaps
 
+Role = Literal["query", "key"]
 Gates = Mapping[str, Tensor]
 Shape = tuple[int, int, int, int]
-Role = Literal["query", "key"]
 
 
 class OneOffsetForTheBatch(TextbookAttention):

@@ -19,6 +19,24 @@ Shape = tuple[int, int, int, int]
 Role = Literal["query", "key"]
 
 
+class PositionsInTheQuerysDtype(TextbookAttention):
+    """arange(dtype=query.dtype): bfloat16 counts to 256."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> AttentionOutput:
+        self.counted_in = query.dtype
+        return super().attend(query, key, value, call)
+
+    def visible(self, call: Call, shape: Shape, device: torch.device) -> Tensor:
+        visibility = call.visibility
+        if visibility is None or not visibility.only_causal or visibility.query_positions.dim() != 1:
+            return super().visible(call, shape, device)
+        q, k = (x.to(self.counted_in) for x in (visibility.query_positions, visibility.key_positions))
+        visibility.right = None
+        rest = super().visible(call, shape, device)
+        visibility.right = 0
+        return rest & (k <= q[:, None])
+
+
 class MasksByMultiplication(TextbookAttention):
     """score * mask: hidden pairs score 0 and take weight."""
 
@@ -165,6 +183,7 @@ class KeepsABiasByItsAddress(TextbookAttention):
 
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(PositionsInTheQuerysDtype, "hidden_pairs_have_no_influence", "positions are counted in bfloat16"),
     Mutant(MasksByMultiplication, "hidden_pairs_have_no_influence", "score * mask"),
     Mutant(ClaimsIsolation, "hidden_nonfinite_pairs_are_isolated", "0 * NaN"),
     Mutant(HiddenScoresTalk, "hidden_pairs_have_no_influence", "scores move from head to head before they are hidden"),
