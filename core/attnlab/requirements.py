@@ -31,21 +31,25 @@ class Requirements:
 
     def reasons(self, request: Request) -> list[Reason]:
         """A `Reason` for each requirement that a request does not meet."""
-        queries, keys, longest = request.query_length + request.past, request.key_length, self.max_length
-        n = self.length_multiple
-        unmet = (
-            (self.causal and not request.asks("causal"), "causal", "a call without causal=True", "causal=True"),
-            (self.window and not request.asks("window"), "window", "a call without window=", "window=(left, right)"),
-            (self.equal_lengths and queries != keys, "length", f"{queries} queries and {keys} keys", "as many of both"),
-            (n > 1 and (queries % n or keys % n), "length", f"{queries} queries and {keys} keys", f"multiples of {n}"),
-            (
-                longest is not None and max(queries, keys) > longest,
-                "length",
-                f"{max(queries, keys)} tokens",
-                f"up to {longest}",
-            ),
+        queries, keys, n, longest = (
+            request.query_length + request.past,
+            request.key_length,
+            self.length_multiple,
+            self.max_length,
         )
-        return [Reason(feature, asked, allowed) for failed, feature, asked, allowed in unmet if failed]
+        reasons = []
+        if self.causal and not request.asks("causal"):
+            reasons.append(Reason("causal", "a call without causal=True", "causal=True"))
+        if self.window and not request.asks("window"):
+            reasons.append(Reason("window", "a call without window=", "window=(left, right)"))
+        # A length is written into words only where it is refused: in a graph its number would be a constant.
+        if self.equal_lengths and queries != keys:
+            reasons.append(Reason("length", f"{queries} queries and {keys} keys", "as many of both"))
+        if n > 1 and (queries % n or keys % n):
+            reasons.append(Reason("length", f"{queries} queries and {keys} keys", f"multiples of {n}"))
+        if longest is not None and (queries > longest or keys > longest):
+            reasons.append(Reason("length", f"{queries if queries > longest else keys} tokens", f"up to {longest}"))
+        return reasons
 
 
 NOTHING = Requirements()

@@ -153,7 +153,8 @@ class MultiplicativeAttention(ScoreAttention):
         if self.score == "concat":
             return additive_projection(query, self.W_a[..., : self.head_dim])  # [B, H, Lq, A]
         if self.score == "location":
-            return query @ self.W_a.to(query.dtype).transpose(-1, -2)  # [B, H, Lq, max_length]
+            wide = accumulation_dtype(query.dtype)  # these are the scores
+            return query.to(wide) @ self.W_a.to(wide).transpose(-1, -2)  # [B, H, Lq, max_length]
         return query
 
     def project_key(self, key: Tensor) -> Tensor:

@@ -189,8 +189,10 @@ class FeatureMapAttention(Attention):
         )
         if not self.normalise:
             return features
-        # A factor of a query cancels: products of the features of huge tokens stay in range.
-        return features * (_LARGE / features.detach().abs().amax(-1, keepdim=True)).clamp(max=1)
+        # A factor of a query cancels: products of the features of huge tokens stay in range. Beside a least total it does not cancel
+        # where the total is below that: there only features of 10^12 are scaled.
+        most = _LARGE if not self.least_total else 2.0**40
+        return features * (most / features.detach().abs().amax(-1, keepdim=True)).clamp(max=1)
 
     def _features(
         self, key: Tensor, value: Tensor, visibility: Visibility, start: int, stop: int
