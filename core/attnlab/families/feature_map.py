@@ -19,6 +19,7 @@ from attnlab.state.states import LinearState, State, check_room
 from attnlab.visibility import Visibility
 
 _LARGE = 4.0  # a query's largest feature, at most
+_HUGE = 2.0**20  # what no feature of an ordinary token reaches
 
 FEATURE_MAP_CAPABILITIES = Capabilities(
     causal=True,
@@ -189,10 +190,11 @@ class FeatureMapAttention(Attention):
         )
         if not self.normalise:
             return features
-        # A factor of a query cancels: products of the features of huge tokens stay in range. Beside a least total it does not cancel
-        # where the total is below that: there only features of 10^12 are scaled.
-        most = _LARGE if not self.least_total else 2.0**40
-        return features * (most / features.detach().abs().amax(-1, keepdim=True)).clamp(max=1)
+        # A factor of a query cancels: products of the features of huge tokens stay in range. It does not cancel beside a least total, so
+        # that there only features that no ordinary token has are scaled.
+        top = features.detach().abs().amax(-1, keepdim=True)
+        factor = (_LARGE / top).clamp(max=1)
+        return features * (torch.where(top > _HUGE, factor, 1) if self.least_total else factor)
 
     def _features(
         self, key: Tensor, value: Tensor, visibility: Visibility, start: int, stop: int
